@@ -1,0 +1,42 @@
+// Sparse attention as a differentiable function: builds (or takes) the index, runs the ring, saves out, lse and the index.
+//
+// In:   q, k, v shards with gradients; a pattern or a given index. Out: out with gradient; the index that was used.
+// Next: model/ (training), torch_ops/ (Python).
+//
+// The index made in forward is saved; backward uses it and never rebuilds it (algorithm.md section 2).
+#pragma once
+
+#include <memory>
+#include <optional>
+
+#include "mtraining/attention/ring_attention.h"
+#include "mtraining/pattern/pattern.h"
+
+namespace mtraining::attention {
+
+struct AttentionPattern {
+  pattern::PatternKind kind = pattern::PatternKind::kVerticalSlash;
+  pattern::VerticalSlashOptions vertical_slash;
+};
+
+struct AttentionOutput {
+  at::Tensor out;                              ///< [B, n, H, D] q's dtype, differentiable
+  at::Tensor lse;                              ///< [B, H, n], not differentiable
+  std::shared_ptr<const index::Index> index;
+  std::optional<pattern::Recall> recall;       ///< where asked for
+};
+
+struct AttentionCall {
+  AttentionPattern pattern;
+  double softmax_scale = 0;                     ///< 0: 1 / sqrt(head_dim)
+  at::Tensor document_starts;                   ///< [B, N] int32 or undefined
+  std::shared_ptr<const index::Index> index;    ///< given: replayed instead of built
+  bool measure_recall = false;
+  uint64_t recall_seed = 0;
+};
+
+/// Collective over the context's ranks.
+AttentionOutput sparse_ring_attention(RingContext& context, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                      const AttentionCall& call);
+
+}  // namespace mtraining::attention

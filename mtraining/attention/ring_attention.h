@@ -1,0 +1,100 @@
+// RingAttention: the one executor. Interprets a ring::Schedule over communicators and kernels, forward and backward.
+//
+// In:   this rank's q, k, v shards and an index::Index. Out: out and lse of its rows; dq, dk, dv of its shard.
+// Next: model/ calls the autograd function (autograd.h).
+//
+// No layout, pattern or architecture name decides anything here: schedule, step index and kernel parameters are data.
+// Source: paper Alg. 2; algorithm.md sections 4 and 5.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "mtraining/comm/transport.h"
+#include "mtraining/index/index.h"
+#include "mtraining/layout/layout.h"
+#include "mtraining/ring/schedule.h"
+#include "mtraining/topology/topology.h"
+
+namespace mtraining::attention {
+
+enum class ColumnMode { kOnce, kPerStep };            // columns = "once" | "per_step"
+enum class GradientTransport { kFloat32, kBFloat16 };  // gradient_transport = "fp32" | "bf16"
+
+struct RingOptions {
+  layout::LayoutOptions layout;     ///< seq_len, cp_size, kind, stripe; nodes is set here from ring and topology
+  topology::Topology topology;
+  ring::RingKind ring = ring::RingKind::kHierarchical;
+  ring::InnerKind inner = ring::InnerKind::kGather;
+  int ring_stride = 1;
+  int prefetch_steps = 2;
+  ColumnMode columns = ColumnMode::kOnce;
+  GradientTransport gradient_transport = GradientTransport::kFloat32;
+  int64_t max_column_rows_per_rank = 16384;  ///< bound of a slice of gathered columns
+  bool deterministic = true;
+};
+
+/// One ring step as measured, for traces and imbalance.
+struct StepTiming {
+  const char* what = "";   ///< "forward" | "backward" | "columns" | "wait" | "index"
+  int ring_step = 0;
+  int64_t begin_us = 0, end_us = 0;  ///< steady clock
+  int64_t pairs = 0;       ///< (query, key) pairs computed, all heads
+};
+using StepObserver = std::function<void(const StepTiming&)>;
+
+/// Everything that stays the same over layers and steps: layout, schedules, communicators, buffers (allocated once).
+/// One per process (or loopback rank); used by one thread.
+class RingContext {
+ public:
+  /// Collective over all ranks of `transport` that call it with the same options: opens the communicators.
+  /// `members`: the job ranks of this context-parallel group in cp_rank order (all of the job's ranks if empty).
+  /// Errors: InvalidArgument / Unsupported before any communication; an agreement check then names a differing option.
+  RingContext(const RingOptions& options, comm::Transport& transport, std::vector<int> members = {});
+  ~RingContext();
+  RingContext(const RingContext&) = delete;
+  RingContext& operator=(const RingContext&) = delete;
+
+  const layout::Layout& layout() const;
+  const topology::Topology& topology() const;
+  const RingOptions& options() const;
+  int cp_rank() const;
+  int cp_size() const;
+  /// Over all cp ranks, for pattern/ (index) and for nothing else.
+  comm::Communicator& index_group();
+  void set_observer(StepObserver observer);
+  /// Payload bytes that this rank has sent on all of the context's communicators.
+  int64_t bytes_sent() const;
+
+  struct State;  ///< private to attention/
+  State& state();
+
+ private:
+  std::unique_ptr<State> state_;
+};
+
+struct ForwardResult {
+  at::Tensor out;  ///< [B, n, H, D] q's dtype
+  at::Tensor lse;  ///< [B, H, n] float32 (float64 for float64 inputs)
+};
+
+/// Shapes: q [B, n, H, D], k, v [B, n, Hk, D]; document_starts [B, N] int32 of the whole sequence, on every rank, or undefined.
+/// Collective over the context's ranks. Errors: InvalidArgument (shape, dtype, device) before any communication.
+ForwardResult ring_forward(RingContext& context, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                           const index::Index& index, double softmax_scale, const at::Tensor& document_starts = {});
+
+struct BackwardResult {
+  at::Tensor dq, dk, dv;  ///< shapes and dtype of q, k, v
+};
+/// dout [B, n, H, D]; out, lse as forward returned them. Collective.
+BackwardResult ring_backward(RingContext& context, const at::Tensor& dout, const at::Tensor& q, const at::Tensor& k,
+                             const at::Tensor& v, const at::Tensor& out, const at::Tensor& lse, const index::Index& index,
+                             double softmax_scale, const at::Tensor& document_starts = {});
+
+}  // namespace mtraining::attention
