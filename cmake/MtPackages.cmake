@@ -20,6 +20,9 @@ foreach(entry nlohmann/json.hpp:nlohmann-json3-dev CLI/CLI.hpp:libcli11-dev toml
   endif()
 endforeach()
 find_package(GTest CONFIG REQUIRED)
+# By file: the package's targets define GTEST_HAS_PTHREAD, which would differ from the shared precompiled header's.
+add_library(mt_gtest INTERFACE)
+target_link_libraries(mt_gtest INTERFACE $<TARGET_FILE:GTest::gtest_main> $<TARGET_FILE:GTest::gtest> Threads::Threads)
 
 if(NOT MTRAINING_TORCH)
   return()

@@ -120,7 +120,7 @@ function(mt_test name)
   mt_resolve_deps_(deps ${ARG_DEPS})
   add_executable(${name} ${ARG_SOURCES})
   target_include_directories(${name} PRIVATE ${CMAKE_SOURCE_DIR})
-  target_link_libraries(${name} PRIVATE ${deps} GTest::gtest GTest::gtest_main Threads::Threads)
+  target_link_libraries(${name} PRIVATE ${deps} mt_gtest)
   set_target_properties(${name} PROPERTIES RUNTIME_OUTPUT_DIRECTORY ${CMAKE_BINARY_DIR}/tests LINKER_LANGUAGE CXX)
   mt_set_up_(${name} "${ARG_TORCH}" "${ARG_TORCH_CUDA}")
   # One ctest test a binary: starting a torch process costs more than most cases. ./dev test counts the cases from the JSON files.
