@@ -32,10 +32,11 @@ struct Owner {
 
 struct LayoutOptions {
   LayoutKind kind = LayoutKind::kBlockStriped;
-  int64_t seq_len = 0;    ///< real tokens N, >= 1
-  int cp_size = 1;        ///< W
-  int64_t stripe = 64;    ///< block_striped only: multiple of 64
-  int nodes = 1;          ///< block_striped under a hierarchical ring: nodes of the group (divides cp_size); flat ring: 1
+  int64_t seq_len = 0;  ///< real tokens N, >= 1
+  int cp_size = 1;      ///< W
+  int64_t stripe = 64;  ///< block_striped only: multiple of 64
+  int nodes =
+      1;  ///< block_striped under a hierarchical ring: nodes of the group (divides cp_size); flat ring: 1
 };
 
 class Layout {

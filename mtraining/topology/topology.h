@@ -7,6 +7,7 @@
 // cp_rank = node * ranks_per_node + local_rank. Thread-safe, copyable.
 #pragma once
 
+#include <functional>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -38,11 +39,22 @@ struct LaunchEnvironment {
   int rank = 0;
   int world_size = 1;
   int local_rank = 0;
-  std::optional<int> local_world_size;  ///< absent where the launcher does not say: then a hierarchical ring needs cp_inner_size
-  std::string launcher;                 ///< "torchrun" | "mpirun" | "srun" | "none"
+  std::optional<int>
+      local_world_size;  ///< absent where the launcher does not say: then a hierarchical ring needs cp_inner_size
+  std::string launcher;  ///< "torchrun" | "mpirun" | "srun" | "none"
 };
 
-/// Errors: InvalidArgument where a variable is set but not a number, or rank >= world_size; names the variable.
+/// Errors: InvalidArgument where a variable is set but not a number, one of a pair is missing, or rank >= world_size; names
+/// the variable.
 LaunchEnvironment read_launch_environment();
+/// The same from any source of variables: null or "" where one is not set.
+using VariableLookup = std::function<const char*(const char* name)>;
+LaunchEnvironment read_launch_environment(const VariableLookup& lookup);
+
+/// The topology of a hierarchical ring: cp_inner_size where given, else min(cp_size, local_world_size).
+/// Errors: InvalidArgument where neither is known and cp_size > 1 (a missing node size never means one node), or where the
+/// inner size does not divide cp_size; names parallel.cp_inner_size.
+Topology resolve_topology(int cp_size, std::optional<int> cp_inner_size,
+                          const LaunchEnvironment& environment);
 
 }  // namespace mtraining::topology
