@@ -9,6 +9,9 @@ find_package(Threads REQUIRED)
 # Header-only libraries: found once here so that what is missing is said in one sentence; they need no target.
 foreach(entry nlohmann/json.hpp:nlohmann-json3-dev CLI/CLI.hpp:libcli11-dev toml++/toml.h:libtomlplusplus-dev xxhash.h:libxxhash-dev
               gtest/gtest.h:libgtest-dev benchmark/benchmark.h:libbenchmark-dev gloo/config.h:libgloo-dev)
+  if(entry MATCHES "^gloo" AND NOT MTRAINING_TORCH)
+    continue()
+  endif()
   string(REPLACE ":" ";" entry ${entry})
   list(GET entry 0 header)
   list(GET entry 1 package)
@@ -76,6 +79,13 @@ if(MT_CUDA)
   target_include_directories(mt_cudart SYSTEM INTERFACE ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})
   target_link_libraries(mt_torch_cuda_libs INTERFACE mt_cudart)
   set(CMAKE_CUDA_RUNTIME_LIBRARY None)
+  # CuTe and CUTLASS headers (the wheel nvidia-cutlass): DEPS mt_cutlass.
+  set(cutlass ${site_packages}/cutlass_library/source/include)
+  if(NOT EXISTS ${cutlass}/cute/tensor.hpp)
+    message(FATAL_ERROR "CUTLASS headers are missing in ${cutlass}: .venv/bin/pip install --no-deps nvidia-cutlass==4.2.0.0 (./dev build does this by itself)")
+  endif()
+  add_library(mt_cutlass INTERFACE)
+  target_include_directories(mt_cutlass SYSTEM INTERFACE ${cutlass})
 endif()
 
 # ---- the precompiled header that every torch target shares: 24 s once instead of 7 to 13 s a unit ----
