@@ -86,6 +86,7 @@ if(MT_CUDA)
   endif()
   add_library(mt_cutlass INTERFACE)
   target_include_directories(mt_cutlass SYSTEM INTERFACE ${cutlass})
+  target_compile_options(mt_cutlass INTERFACE $<$<COMPILE_LANGUAGE:CUDA>:--expt-relaxed-constexpr>)
 endif()
 
 # ---- the precompiled header that every torch target shares: 24 s once instead of 7 to 13 s a unit ----

@@ -3,6 +3,7 @@
 #   mt_library(layout SOURCES block_striped.cc DEPS base)                 -> static library mt_layout
 #   mt_library(comm_c10d SOURCES c10d_transport.cc DEPS comm TORCH)       -> static library mt_comm_c10d, needs torch
 #   mt_test(layout_test SOURCES block_striped_test.cc DEPS layout testing LABELS unit)   -> binary + one ctest test of this name
+#   mt_shared_library(mtraining_ops SOURCES ops.cc DEPS torch_ops TORCH)  -> lib/libmtraining_ops.so, for Python to load
 #   mt_executable(mtraining SOURCES main.cc DEPS train TORCH)             -> bin/mtraining
 #
 # DEPS: names of other mt_library()s, or any other CMake target or library. Give only what is included directly.
@@ -128,6 +129,25 @@ function(mt_test name)
            WORKING_DIRECTORY ${CMAKE_SOURCE_DIR})
   set_tests_properties(${name} PROPERTIES LABELS "${ARG_LABELS}" TIMEOUT ${ARG_TIMEOUT} PROCESSORS ${ARG_PROCESSORS}
     ENVIRONMENT "MTRAINING_BINARY_DIR=${CMAKE_BINARY_DIR};LSAN_OPTIONS=suppressions=${CMAKE_SOURCE_DIR}/cmake/lsan.supp;TSAN_OPTIONS=ignore_noninstrumented_modules=1")
+endfunction()
+
+# SOURCES are compiled into the library itself, so that what they register (operators) is not dropped by the linker.
+function(mt_shared_library name)
+  cmake_parse_arguments(PARSE_ARGV 1 ARG "TORCH;TORCH_CUDA" "" "SOURCES;DEPS")
+  if(ARG_UNPARSED_ARGUMENTS)
+    message(FATAL_ERROR "mt_shared_library(${name}): unknown argument ${ARG_UNPARSED_ARGUMENTS}")
+  endif()
+  if(NOT ARG_SOURCES OR NOT MTRAINING_PYTHON OR ((ARG_TORCH OR ARG_TORCH_CUDA) AND NOT MTRAINING_TORCH))
+    return()
+  endif()
+  mt_resolve_deps_(deps ${ARG_DEPS})
+  add_library(${name} SHARED ${ARG_SOURCES})
+  target_include_directories(${name} PRIVATE ${CMAKE_SOURCE_DIR})
+  target_link_libraries(${name} PRIVATE ${deps} Threads::Threads)
+  # Its own copies of the static libraries stay its own when another library of the process has them too.
+  target_link_options(${name} PRIVATE -Wl,-Bsymbolic -Wl,--exclude-libs,ALL)
+  set_target_properties(${name} PROPERTIES LIBRARY_OUTPUT_DIRECTORY ${CMAKE_BINARY_DIR}/lib LINKER_LANGUAGE CXX)
+  mt_set_up_(${name} "${ARG_TORCH}" "${ARG_TORCH_CUDA}")
 endfunction()
 
 function(mt_executable name)
