@@ -11,28 +11,52 @@ from collections.abc import Iterator
 
 LEVELS = {
     "base": 0,
-    "layout": 1, "topology": 1, "kernels": 1,
-    "ring": 2, "index": 2, "trace": 2, "comm": 2,
-    "sim": 3, "pattern": 3,
+    "layout": 1,
+    "topology": 1,
+    "kernels": 1,
+    "ring": 2,
+    "index": 2,
+    "trace": 2,
+    "comm": 2,
+    "sim": 3,
+    "pattern": 3,
     "attention": 4,
-    "model": 5, "torch_ops": 5, "optim": 5, "data": 5,
+    "model": 5,
+    "torch_ops": 5,
+    "optim": 5,
+    "data": 5,
     "checkpoint": 6,
-    "train": 7, "eval": 7,
-}  # fmt: skip
+    "train": 7,
+    "eval": 7,
+}
 TESTING_LEVEL = 4  # testing/ may include what attention/ is and below
 # Folders that build without torch (preset core) and therefore may not include it; comm/ may in its c10d file only.
 TORCH_FREE = {"base", "layout", "topology", "kernels", "ring", "index", "trace", "sim", "comm"}
 # A name made of one of these says nothing about what the file is for.
-FORBIDDEN_WORDS = {"common", "util", "utils", "misc", "manager", "helper", "helpers", "fast", "new", "v2"}
+FORBIDDEN_WORDS = {
+    "common",
+    "util",
+    "utils",
+    "misc",
+    "manager",
+    "helper",
+    "helpers",
+    "fast",
+    "new",
+    "v2",
+}
 SOURCE_SUFFIXES = {".h", ".cc", ".cu", ".cuh"}
 
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.M)
 TORCH_HEADER = re.compile(r"(torch|ATen|c10|caffe2)/")
 REGISTRATION = re.compile(r"\b(STABLE_)?TORCH_LIBRARY\w*\s*\(")
 LAUNCH = re.compile(r"<<<")
-PRINT_OR_EXIT = re.compile(r"(?<![\w.>])(?:std::)?(exit|abort|printf|fprintf|puts)\s*\(|\bstd::cout\b")
+PRINT_OR_EXIT = re.compile(
+    r"(?<![\w.>])(?:std::)?(exit|abort|printf|fprintf|puts)\s*\(|\bstd::cout\b"
+)
 CODE = re.compile(
-    r'//[^\n]*|/\*.*?\*/|R"(?P<tag>[^(\s]*)\(.*?\)(?P=tag)"|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\'', re.S
+    r'//[^\n]*|/\*.*?\*/|R"(?P<tag>[^(\s]*)\(.*?\)(?P=tag)"|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\'',
+    re.S,
 )
 
 
@@ -106,12 +130,21 @@ def faults_of_file(root: pathlib.Path, path: pathlib.PurePath) -> Iterator[str]:
         yield f"{path}: CUDA sources live in kernels/"
     if path.suffix != ".cu" and (found := LAUNCH.search(code)):
         yield f"{path}:{line(found)}: only .cu files launch kernels"
-    if in_library and folder != "testing" and not is_test(path) and (found := PRINT_OR_EXIT.search(code)):
+    if (
+        in_library
+        and folder != "testing"
+        and not is_test(path)
+        and (found := PRINT_OR_EXIT.search(code))
+    ):
         yield f"{path}:{line(found)}: the library neither prints nor exits, but this says {found.group(0).rstrip('( ')}"
     if path.suffix == ".h":
         opening = re.match(r"(?:[ \t]*//[^\n]*\n)+", text)
         said = opening.group(0) if opening else ""
-        missing = [word for word in ("In", "Out", "Next") if not re.search(rf"^\s*//.*\b{word}:", said, re.M)]
+        missing = [
+            word
+            for word in ("In", "Out", "Next")
+            if not re.search(rf"^\s*//.*\b{word}:", said, re.M)
+        ]
         if missing:
             yield f"{path}:1: a header opens with a comment that says {', '.join(word + ':' for word in missing)}"
         if "#pragma once" not in text:
@@ -131,7 +164,9 @@ def faults_of_tree(root: pathlib.Path) -> list[str]:
     folders = root / "mtraining"
     for folder in sorted(p for p in folders.iterdir() if p.is_dir()):
         if folder.name not in LEVELS and folder.name != "testing":
-            faults.append(f"mtraining/{folder.name}: no level is given to this folder in checks/include_levels.py")
+            faults.append(
+                f"mtraining/{folder.name}: no level is given to this folder in checks/include_levels.py"
+            )
     for top in ("mtraining", "cli", "bench"):
         for file in sorted((root / top).rglob("*")):
             if file.suffix not in SOURCE_SUFFIXES or not file.is_file():
@@ -140,7 +175,9 @@ def faults_of_tree(root: pathlib.Path) -> list[str]:
             faults += faults_of_names(path)
             faults += faults_of_file(root, path)
             if path.suffix in (".cc", ".cu") and not is_listed(root, path):
-                faults.append(f"{path}: no CMakeLists.txt names it, so it is neither compiled nor run")
+                faults.append(
+                    f"{path}: no CMakeLists.txt names it, so it is neither compiled nor run"
+                )
     return faults
 
 

@@ -9,7 +9,11 @@ ROW = re.compile(r"^\|[^|]*?`([\w/]+)/`[^|]*\|", re.M)
 
 def faults_of_table(root: pathlib.Path) -> list[str]:
     named = ROW.findall((root / "README.md").read_text())
-    faults = [f"README.md: the walk table names {name}/, which does not exist" for name in named if not (root / name).is_dir()]
+    faults = [
+        f"README.md: the walk table names {name}/, which does not exist"
+        for name in named
+        if not (root / name).is_dir()
+    ]
     for folder in sorted(p for p in (root / "mtraining").iterdir() if p.is_dir()):
         if f"mtraining/{folder.name}" not in named:
             faults.append(f"README.md: the walk table lacks mtraining/{folder.name}/")

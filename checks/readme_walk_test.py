@@ -8,7 +8,9 @@ import readme_walk
 def test_faults_are_found(tmp_path):
     (tmp_path / "mtraining/layout").mkdir(parents=True)
     (tmp_path / "mtraining/ring").mkdir()
-    (tmp_path / "README.md").write_text("| folder | In |\n| `mtraining/layout/` | x |\n| 2 `mtraining/gone/` | x |\n")
+    (tmp_path / "README.md").write_text(
+        "| folder | In |\n| `mtraining/layout/` | x |\n| 2 `mtraining/gone/` | x |\n"
+    )
     assert readme_walk.faults_of_table(tmp_path) == [
         "README.md: the walk table names mtraining/gone/, which does not exist",
         "README.md: the walk table lacks mtraining/ring/",

@@ -41,7 +41,11 @@ def count_gtest(counts: Counts, name: str, ok: bool, results: pathlib.Path) -> N
             counts.fail(f"{name} (no results: crashed, timed out or was not built)")
         return
     before = counts.failed
-    cases = [case | {"suite": suite["name"]} for suite in json.loads(results.read_text())["testsuites"] for case in suite["testsuite"]]
+    cases = [
+        case | {"suite": suite["name"]}
+        for suite in json.loads(results.read_text())["testsuites"]
+        for case in suite["testsuite"]
+    ]
     for case in cases:
         if case.get("failures"):
             counts.fail(f"{name}: {case['suite']}.{case['name']}")
@@ -57,7 +61,15 @@ def count_gtest(counts: Counts, name: str, ok: bool, results: pathlib.Path) -> N
 
 def run_ctest(counts: Counts, build: pathlib.Path, jobs: int, regex: str) -> None:
     report = build / "test-results/ctest.xml"
-    command = ["ctest", "--test-dir", str(build), "--parallel", str(jobs), "--output-on-failure", "--no-tests=ignore"]
+    command = [
+        "ctest",
+        "--test-dir",
+        str(build),
+        "--parallel",
+        str(jobs),
+        "--output-on-failure",
+        "--no-tests=ignore",
+    ]
     command += ["--output-junit", str(report.resolve())]
     if regex:
         command += ["--tests-regex", regex]
@@ -65,7 +77,10 @@ def run_ctest(counts: Counts, build: pathlib.Path, jobs: int, regex: str) -> Non
     left_out = [] if gpus > 1 else ["multi_gpu"] if gpus else ["cuda", "multi_gpu"]
     if left_out:
         command += ["--label-exclude", f"^({'|'.join(left_out)})$"]
-        print(f"==> {gpus} GPU(s) here: tests labelled {' and '.join(left_out)} are left out", flush=True)
+        print(
+            f"==> {gpus} GPU(s) here: tests labelled {' and '.join(left_out)} are left out",
+            flush=True,
+        )
     code = subprocess.run(command, cwd=ROOT, check=False).returncode
     if not report.is_file():
         counts.fail(f"ctest (exit {code}, no report)")
@@ -77,7 +92,9 @@ def run_ctest(counts: Counts, build: pathlib.Path, jobs: int, regex: str) -> Non
 
 def count_gpus() -> int:
     try:
-        listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False).stdout
+        listing = subprocess.run(
+            ["nvidia-smi", "-L"], capture_output=True, text=True, check=False
+        ).stdout
     except OSError:
         return 0
     return len(re.findall(r"^GPU \d+", listing, re.M))
@@ -85,10 +102,25 @@ def count_gpus() -> int:
 
 def run_pytest(counts: Counts, build: pathlib.Path, regex: str) -> None:
     report = build / "test-results/pytest.xml"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        f"--junitxml={report}",
+    ]
     if regex:
-        files = sorted(p for top in ("python", "checks") for p in (ROOT / top).rglob("*.py") if re.search("(^test_|_test$)", p.stem))
-        files = [str(p.relative_to(ROOT)) for p in files if re.search(regex, str(p.relative_to(ROOT)))]
+        files = sorted(
+            p
+            for top in ("python", "checks")
+            for p in (ROOT / top).rglob("*.py")
+            if re.search("(^test_|_test$)", p.stem)
+        )
+        files = [
+            str(p.relative_to(ROOT)) for p in files if re.search(regex, str(p.relative_to(ROOT)))
+        ]
         if not files:
             return
         command += files

@@ -6,7 +6,9 @@ import run_tests
 
 
 def gtest_json(path, *cases):
-    path.write_text(json.dumps({"testsuites": [{"name": "S", "testsuite": list(cases)}] if cases else []}))
+    path.write_text(
+        json.dumps({"testsuites": [{"name": "S", "testsuite": list(cases)}] if cases else []})
+    )
     return path
 
 
@@ -23,7 +25,10 @@ def counts_of(ok, path):
 
 
 def test_cases_are_counted(tmp_path):
-    assert counts_of(False, gtest_json(tmp_path / "a.json", PASS, PASS, FAIL, SKIP, OFF)) == "2 passed, 1 failed, 2 skipped"
+    assert (
+        counts_of(False, gtest_json(tmp_path / "a.json", PASS, PASS, FAIL, SKIP, OFF))
+        == "2 passed, 1 failed, 2 skipped"
+    )
 
 
 def test_crash_counts_as_a_failure(tmp_path):

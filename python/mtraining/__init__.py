@@ -1,0 +1,1 @@
+"""Distributed dynamic sparse attention for ultra-long context training."""
