@@ -52,7 +52,7 @@ TORCH_HEADER = re.compile(r"(torch|ATen|c10|caffe2)/")
 REGISTRATION = re.compile(r"\b(STABLE_)?TORCH_LIBRARY\w*\s*\(")
 LAUNCH = re.compile(r"<<<")
 PRINT_OR_EXIT = re.compile(
-    r"(?<![\w.>])(?:std::)?(exit|abort|printf|fprintf|puts)\s*\(|\bstd::cout\b"
+    r"(?<![\w.>:])(?:std::)?(exit|printf|fprintf|puts)\s*\(|\bstd::(abort\s*\(|cout\b)"
 )
 CODE = re.compile(
     r'//[^\n]*|/\*.*?\*/|R"(?P<tag>[^(\s]*)\(.*?\)(?P=tag)"|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\'',
