@@ -24,13 +24,15 @@ struct PackedRow {
   int32_t offset = 0;  ///< in the rank's shard
 };
 
+/// Rows of a rank ascend by (position, batch, kv_head). Buffer rows beyond a rank's count are padding that no head names.
 struct ColumnSlice {
   int64_t rows_per_rank = 0;                 ///< padded: the largest count over ranks
   std::vector<std::vector<PackedRow>> rows;  ///< [cp_size][<= rows_per_rank]
   int64_t capacity = 0;
-  std::vector<int32_t> gathered_rows;        ///< [batch*heads, capacity] source_rank * rows_per_rank + packed index
-  std::vector<int32_t> positions;            ///< [batch*heads, capacity] ascending
-  std::vector<int32_t> counts;               ///< [batch*heads]
+  std::vector<int32_t>
+      gathered_rows;  ///< [batch*heads, capacity] source_rank * rows_per_rank + packed index
+  std::vector<int32_t> positions;  ///< [batch*heads, capacity] ascending
+  std::vector<int32_t> counts;     ///< [batch*heads]
   kernels::ColumnLists view() const;
 };
 
@@ -39,8 +41,11 @@ struct ColumnPlan {
   int64_t union_rows = 0;           ///< rows over all kv heads and samples
 };
 
-/// Slices cover ascending position ranges; each has rows_per_rank <= max_rows_per_rank (>= 1).
-ColumnPlan plan_columns(const Index& index, const layout::Layout& layout, int num_kv_heads, int64_t max_rows_per_rank);
+/// Slices cover ascending ranges of (position, batch, kv_head), so that a position may be split between two; each has
+/// rows_per_rank <= max_rows_per_rank (>= 1). A column is named whether or not a query reaches it outside the chosen diagonals.
+/// No rank is given: every rank gets the same plan. Cost: O(columns log heads). Errors: InvalidArgument.
+ColumnPlan plan_columns(const Index& index, const layout::Layout& layout, int num_kv_heads,
+                        int64_t max_rows_per_rank);
 /// True where the union per kv head exceeds half of N on average: then per_step moves less.
 bool union_too_large(const Index& index, int num_kv_heads);
 

@@ -19,13 +19,16 @@ namespace mtraining::index {
 struct Lists {
   int64_t rows = 0;
   int64_t capacity = 0;
-  std::vector<int32_t> values;  ///< [rows, capacity]; entries at and beyond the count are unspecified
+  std::vector<int32_t>
+      values;  ///< [rows, capacity]; entries at and beyond the count are unspecified
   std::vector<int32_t> counts;  ///< [rows]
 
   std::span<const int32_t> row(int64_t r) const {
     return {values.data() + r * capacity, static_cast<size_t>(counts[r])};
   }
-  int64_t bytes() const { return static_cast<int64_t>((values.size() + counts.size()) * sizeof(int32_t)); }
+  int64_t bytes() const {
+    return static_cast<int64_t>((values.size() + counts.size()) * sizeof(int32_t));
+  }
 };
 
 /// From ragged rows; capacity = longest row (at least 1).
@@ -35,10 +38,11 @@ struct Index {
   int batch = 1;
   int num_q_heads = 1;
   int64_t seq_len = 0;  ///< real tokens N
-  Lists diagonals;      ///< rows = batch * num_q_heads; ascending block diagonals c in [0, num_blocks)
-  Lists columns;        ///< rows = batch * num_q_heads; ascending positions in [0, seq_len)
-  std::vector<uint8_t> dense_heads;  ///< [batch * num_q_heads] 1 where the head was made dense (all diagonals, no columns)
-  int64_t caps_hit = 0;              ///< heads whose choice was cut by max_columns or max_diagonals
+  Lists diagonals;  ///< rows = batch * num_q_heads; ascending block diagonals c in [0, num_blocks)
+  Lists columns;    ///< rows = batch * num_q_heads; ascending positions in [0, seq_len)
+  std::vector<uint8_t>
+      dense_heads;  ///< [batch * num_q_heads] 1 where the head was made dense (all diagonals, no columns)
+  int64_t caps_hit = 0;  ///< heads whose choice was cut by max_columns or max_diagonals
 
   int64_t num_blocks() const { return (seq_len + 63) / 64; }
   int64_t row(int b, int h) const { return static_cast<int64_t>(b) * num_q_heads + h; }
@@ -49,7 +53,8 @@ struct Index {
 Index dense_index(int batch, int num_q_heads, int64_t seq_len);
 
 /// Sorts, removes duplicates and checks ranges. Errors: InvalidArgument naming head, list, value and range.
-Index make_index(int batch, int num_q_heads, int64_t seq_len, std::vector<std::vector<int32_t>> diagonals,
+Index make_index(int batch, int num_q_heads, int64_t seq_len,
+                 std::vector<std::vector<int32_t>> diagonals,
                  std::vector<std::vector<int32_t>> columns);
 
 /// (query, key) pairs of one head on the real sequence, one document: blocks of a chosen diagonal counted whole (64x64,

@@ -1,0 +1,373 @@
+#include "mtraining/index/step_index.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <set>
+
+#include "mtraining/base/check.h"
+#include "mtraining/index/columns.h"
+#include "mtraining/index/contract_reader.h"
+#include "mtraining/index/index_cases.h"
+
+namespace mtraining::index {
+namespace {
+
+using layout::Layout;
+using layout::LayoutKind;
+using layout::LayoutOptions;
+
+/// The mask of the definition, from the lists as they were given, not from index/.
+std::vector<uint8_t> defined_mask(const std::vector<int32_t>& diagonals,
+                                  const std::vector<int32_t>& columns, int64_t seq_len) {
+  const std::set<int64_t> on_diagonal(diagonals.begin(), diagonals.end());
+  const std::set<int64_t> on_column(columns.begin(), columns.end());
+  std::vector<uint8_t> mask(seq_len * seq_len, 0);
+  for (int64_t i = 0; i < seq_len; ++i) {
+    for (int64_t j = 0; j <= i; ++j)
+      mask[i * seq_len + j] = on_diagonal.count(i / 64 - j / 64) || on_column.count(j);
+  }
+  return mask;
+}
+
+enum class Columns { kPerStep, kOnce };
+enum class Blocks { kAsGiven, kCsr, kTransposedTwice };
+
+/// How often each pair of head row r is computed over all (rank, source), saturating at 255.
+std::vector<uint8_t> count_pairs(const Index& index, const Layout& layout, int64_t r,
+                                 Columns columns, Blocks blocks) {
+  const int64_t seq_len = layout.seq_len();
+  const DiagonalBitmap bitmap = diagonal_bitmap(index);
+  std::vector<uint8_t> counts(seq_len * seq_len, 0);
+  const auto count = [&](int64_t i, int64_t j) {
+    uint8_t& cell = counts[i * seq_len + j];
+    if (cell < 255) ++cell;
+  };
+  const ColumnPlan plan =
+      columns == Columns::kOnce ? plan_columns(index, layout, index.num_q_heads, 37) : ColumnPlan{};
+  for (int rank = 0; rank < layout.cp_size(); ++rank) {
+    const contract::Queries queries(layout, rank);
+    for (int source = 0; source < layout.cp_size(); ++source) {
+      StepBlocks step = blocks == Blocks::kCsr ? step_blocks_csr(index, layout, rank, source)
+                                               : step_blocks(index, layout, rank, source);
+      if (blocks == Blocks::kTransposedTwice) {
+        step = transpose(transpose(step, layout.blocks_per_rank()), layout.blocks_per_rank());
+      }
+      contract::read_block_pairs(step.view(), r, queries, layout.block_starts(source), count);
+      if (columns == Columns::kOnce) continue;
+      const StepColumns step_cols = step_columns(index, layout, source);
+      contract::read_column_pairs(step_cols.view(), r, queries, bitmap,
+                                  [&](int64_t i, int64_t j, int64_t row) {
+                                    EXPECT_EQ(layout.position(source, row), j);
+                                    count(i, j);
+                                  });
+    }
+    for (const ColumnSlice& slice : plan.slices) {
+      contract::read_column_pairs(slice.view(), r, queries, bitmap,
+                                  [&](int64_t i, int64_t j, int64_t) { count(i, j); });
+    }
+  }
+  return counts;
+}
+
+/// Says where two tables first differ.
+::testing::AssertionResult same(const std::vector<uint8_t>& got,
+                                const std::vector<uint8_t>& expected, int64_t seq_len) {
+  const auto at = std::mismatch(got.begin(), got.end(), expected.begin());
+  if (at.first == got.end()) return ::testing::AssertionSuccess();
+  const int64_t cell = at.first - got.begin();
+  return ::testing::AssertionFailure()
+         << "query " << cell / seq_len << ", key " << cell % seq_len << ": expected "
+         << int{*at.second} << " times, got " << int{*at.first};
+}
+
+void expect_each_pair_once(int64_t seq_len, const std::vector<Layout>& layouts,
+                           const std::vector<int64_t>& heads) {
+  const cases::Chosen chosen = cases::six_heads(static_cast<uint32_t>(seq_len), seq_len);
+  const Index index = cases::make_six_heads(static_cast<uint32_t>(seq_len), seq_len);
+  for (const int64_t r : heads) {
+    const std::vector<uint8_t> expected =
+        defined_mask(chosen.diagonals[r], chosen.columns[r], seq_len);
+    int turn = 0;
+    for (const Layout& layout : layouts) {
+      const auto blocks = static_cast<Blocks>(turn % 3);
+      const auto columns = static_cast<Columns>(turn % 2);
+      ++turn;
+      ASSERT_TRUE(same(count_pairs(index, layout, r, columns, blocks), expected, seq_len))
+          << cases::name(layout) << ", head row " << r << ", form " << turn;
+    }
+  }
+}
+
+TEST(StepIndex, UnionOverRanksIsTheMaskEachPairOnce) {
+  expect_each_pair_once(2011, cases::layouts(2011), {0, 1});
+}
+
+TEST(StepIndex, UnionIsTheMaskForEmptySingleAndFullLists) {
+  expect_each_pair_once(709, cases::layouts(709), {0, 1, 2, 3, 4, 5});
+}
+
+TEST(StepIndex, UnionIsTheMaskForRaggedAndTinyLengths) {
+  for (const int64_t seq_len : {1, 2, 63, 64, 65, 100, 127, 128, 129, 385}) {
+    expect_each_pair_once(seq_len, cases::layouts(seq_len), {0, 1, 4, 5});
+  }
+}
+
+TEST(StepIndex, UnionIsTheMaskOverThirtyTwoRanksOfFourNodes) {
+  const int64_t seq_len = 32 * 64 * 2 + 77;
+  std::vector<Layout> layouts;
+  for (const int64_t stripe : {64, 128}) {
+    layouts.emplace_back(LayoutOptions{LayoutKind::kBlockStriped, seq_len, 32, stripe, 4});
+  }
+  layouts.emplace_back(LayoutOptions{LayoutKind::kZigzag, seq_len, 32});
+  layouts.emplace_back(LayoutOptions{LayoutKind::kContiguous, seq_len, 32});
+  expect_each_pair_once(seq_len, layouts, {0});
+}
+
+TEST(StepIndex, EntriesAndCsrListTheSameBlocks) {
+  for (const int64_t seq_len : {64, 1000, 6007}) {
+    const Index index = cases::make_six_heads(7, seq_len);
+    for (const Layout& layout : cases::layouts(seq_len)) {
+      if (layout.kind() == LayoutKind::kZigzag) continue;
+      const int64_t blocks = layout.blocks_per_rank();
+      for (int rank = 0; rank < layout.cp_size(); ++rank) {
+        const auto starts = layout.block_starts(rank);
+        for (int source = 0; source < layout.cp_size(); ++source) {
+          const StepBlocks entries = step_blocks(index, layout, rank, source);
+          const StepBlocks csr = step_blocks_csr(index, layout, rank, source);
+          ASSERT_EQ(entries.kind, kernels::BlockListKind::kEntries);
+          ASSERT_EQ(csr.kind, kernels::BlockListKind::kCsr);
+          for (int64_t r = 0; r < 6; ++r) {
+            std::vector<std::pair<int64_t, int64_t>> from_entries, from_csr;
+            contract::read_blocks(entries.view(), r, blocks, blocks, [&](int64_t q, int64_t k) {
+              if (starts[q] < seq_len) from_entries.emplace_back(q, k);
+            });
+            contract::read_blocks(csr.view(), r, blocks, blocks,
+                                  [&](int64_t q, int64_t k) { from_csr.emplace_back(q, k); });
+            // In a query block entries list keys descending, CSR ascending.
+            ASSERT_TRUE(std::is_sorted(from_entries.begin(), from_entries.end(),
+                                       [](const auto& a, const auto& b) {
+                                         return std::pair(a.first, -a.second) <
+                                                std::pair(b.first, -b.second);
+                                       }))
+                << cases::name(layout);
+            ASSERT_TRUE(std::is_sorted(from_csr.begin(), from_csr.end())) << cases::name(layout);
+            std::sort(from_entries.begin(), from_entries.end());
+            ASSERT_EQ(from_entries, from_csr)
+                << cases::name(layout) << " rank " << rank << " source " << source;
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST(StepIndex, TransposeSwapsQueryAndKeyAndTwiceIsTheIdentity) {
+  const int64_t seq_len = 3001;
+  const Index index = cases::make_six_heads(11, seq_len);
+  for (const Layout& layout : cases::layouts(seq_len)) {
+    const int64_t blocks = layout.blocks_per_rank();
+    for (int rank = 0; rank < layout.cp_size(); ++rank) {
+      for (int source = 0; source < layout.cp_size(); ++source) {
+        for (const bool csr : {false, true}) {
+          const StepBlocks step = csr ? step_blocks_csr(index, layout, rank, source)
+                                      : step_blocks(index, layout, rank, source);
+          const StepBlocks flipped = transpose(step, blocks);
+          const StepBlocks back = transpose(flipped, blocks);
+          for (int64_t r = 0; r < 6; ++r) {
+            std::vector<std::pair<int64_t, int64_t>> pairs, swapped;
+            contract::read_blocks(step.view(), r, blocks, blocks,
+                                  [&](int64_t q, int64_t k) { pairs.emplace_back(q, k); });
+            contract::read_blocks(flipped.view(), r, blocks, blocks,
+                                  [&](int64_t k, int64_t q) { swapped.emplace_back(q, k); });
+            std::sort(pairs.begin(), pairs.end());
+            std::sort(swapped.begin(), swapped.end());
+            ASSERT_EQ(pairs, swapped) << cases::name(layout) << " csr " << csr;
+          }
+          ASSERT_EQ(back.row_begin, step.row_begin);
+          ASSERT_EQ(back.key_blocks, step.key_blocks);
+          ASSERT_EQ(back.num_entries, step.num_entries);
+          ASSERT_EQ(back.num_q_blocks, step.num_q_blocks);
+          for (size_t r = 0; r < step.num_entries.size(); ++r) {
+            for (int32_t e = 0; e < step.num_entries[r]; ++e) {
+              ASSERT_EQ(back.entries[r * step.capacity + e], step.entries[r * step.capacity + e]);
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST(StepIndex, TransposeTakesDifferentNumbersOfQueryAndKeyBlocks) {
+  StepBlocks step;
+  step.kind = kernels::BlockListKind::kCsr;
+  step.num_q_blocks = 2;
+  step.row_begin = {0, 2, 3, 3, 3, 4};  // two heads: {0, 4}, {4}; {}, {2}
+  step.key_blocks = {0, 4, 4, 2};
+  const StepBlocks flipped = transpose(step, 5);
+  EXPECT_EQ(flipped.row_begin, (std::vector<int64_t>{0, 1, 1, 1, 1, 3, 3, 3, 3, 4, 4, 4}));
+  EXPECT_EQ(flipped.key_blocks, (std::vector<int32_t>{0, 0, 1, 1}));
+  const StepBlocks back = transpose(flipped, 2);
+  EXPECT_EQ(back.row_begin, step.row_begin);
+  EXPECT_EQ(back.key_blocks, step.key_blocks);
+}
+
+TEST(StepIndex, WithOneBlockAStripeAStepSeesExactlyItsResidueOfDiagonals) {
+  const int64_t seq_len = 64 * 64 * 5;
+  const Index index = cases::make_six_heads(3, seq_len);
+  for (const int cp_size : {1, 2, 3, 4, 8, 32}) {
+    for (int nodes = 1; nodes <= cp_size; nodes *= 2) {
+      if (cp_size % nodes != 0) continue;
+      const Layout layout({LayoutKind::kBlockStriped, seq_len, cp_size, 64, nodes});
+      for (int rank = 0; rank < cp_size; ++rank) {
+        for (int source = 0; source < cp_size; ++source) {
+          const StepBlocks step = step_blocks(index, layout, rank, source);
+          const int64_t distance = layout.residue(rank) - layout.residue(source);
+          for (int64_t r = 0; r < 6; ++r) {
+            std::vector<int32_t> seen, expected;
+            for (int32_t e = 0; e < step.num_entries[r]; ++e) {
+              const kernels::Entry entry = step.entries[r * step.capacity + e];
+              ASSERT_EQ(entry.delta, 0);
+              seen.push_back(static_cast<int32_t>(entry.lambda * cp_size + distance));
+            }
+            for (const int32_t c : index.diagonals.row(r)) {
+              // Only diagonals that the rank's last block can still go back by.
+              const int64_t last = (layout.blocks_per_rank() - 1) * cp_size + layout.residue(rank);
+              if ((c - distance) % cp_size == 0 && c <= last) expected.push_back(c);
+            }
+            ASSERT_EQ(seen, expected) << cases::name(layout);
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST(StepIndex, ADiagonalGivesAtMostTwoEntriesAPairOfRanksAndLessThanTwoStripesReach) {
+  const int64_t seq_len = 64 * 97;
+  for (const Layout& layout : cases::layouts(seq_len)) {
+    if (layout.kind() == LayoutKind::kZigzag) continue;
+    const int64_t m = layout.blocks_per_stripe();
+    for (int32_t c = 0; c < 97; ++c) {
+      const Index index = make_index(1, 1, seq_len, {{c}}, {{}});
+      int64_t all = 0;
+      for (int rank = 0; rank < layout.cp_size(); ++rank) {
+        for (int source = 0; source < layout.cp_size(); ++source) {
+          const StepBlocks step = step_blocks(index, layout, rank, source);
+          ASSERT_LE(step.num_entries[0], 2) << cases::name(layout);
+          all += step.num_entries[0];
+          for (int32_t e = 0; e < step.num_entries[0]; ++e) {
+            ASSERT_LT(std::abs(step.entries[e].delta), m);
+            ASSERT_GE(step.entries[e].lambda, 0);
+          }
+        }
+      }
+      // A query's rank needs one or two source ranks for a diagonal, never more: worker traffic does not fan out.
+      ASSERT_LE(all, 2 * layout.cp_size());
+    }
+  }
+}
+
+// The worked example of docs/math/index.md.
+TEST(StepIndex, WorkedExample) {
+  const int64_t seq_len =
+      64 * 32;  // 16 stripes of 2 blocks over 4 ranks: 4 local stripes, 8 local blocks a rank
+  const Layout layout({LayoutKind::kBlockStriped, seq_len, 4, 128, 1});
+  const Index index = make_index(1, 1, seq_len, {{0, 5, 9}}, {{}});
+  const StepBlocks step = step_blocks(index, layout, 3, 1);
+  ASSERT_EQ(step.num_entries[0], 1);
+  EXPECT_EQ(step.entries[0], (kernels::Entry{0, 1}));  // c = 5 = 2 * 2 + 1
+  const StepBlocks other = step_blocks(index, layout, 3, 0);
+  ASSERT_EQ(other.num_entries[0], 1);
+  EXPECT_EQ(other.entries[0], (kernels::Entry{0, -1}));  // c = 5 = 3 * 2 - 1
+  const StepBlocks next = step_blocks(index, layout, 0, 3);
+  ASSERT_EQ(next.num_entries[0], 1);
+  EXPECT_EQ(next.entries[0], (kernels::Entry{2, -1}));  // c = 9 = 5 * 2 - 1, u = 5 = 4 * 2 - 3
+}
+
+TEST(StepIndex, StripedDenseIsTheCausalTriangleEachPairOnce) {
+  for (const int64_t seq_len : {1, 5, 64, 100, 777, 1500}) {
+    const Index index = dense_index(1, 2, seq_len);
+    std::vector<uint8_t> triangle(seq_len * seq_len, 0);
+    for (int64_t i = 0; i < seq_len; ++i) std::fill_n(triangle.begin() + i * seq_len, i + 1, 1);
+    for (const int cp_size : {1, 2, 3, 4, 6, 8}) {
+      const Layout layout({LayoutKind::kStriped, seq_len, cp_size});
+      ASSERT_TRUE(same(count_pairs(index, layout, 1, Columns::kPerStep, Blocks::kAsGiven), triangle,
+                       seq_len))
+          << cases::name(layout);
+      // No unit is listed for nothing.
+      for (int rank = 0; rank < cp_size; ++rank) {
+        const contract::Queries queries(layout, rank);
+        for (int source = 0; source < cp_size; ++source) {
+          const auto starts = layout.block_starts(source);
+          const StepBlocks step = step_blocks(index, layout, rank, source);
+          contract::read_blocks(
+              step.view(), 0, queries.blocks(), queries.blocks(), [&](int64_t q, int64_t k) {
+                int64_t last = -1;
+                for (int64_t i = 0; i < 64 && queries.position(q, i) < seq_len; ++i)
+                  last = queries.position(q, i);
+                ASSERT_LE(starts[k], last) << cases::name(layout);
+              });
+        }
+      }
+    }
+  }
+}
+
+TEST(StepIndex, SparseOnStripedIsUnsupportedByName) {
+  const Layout layout({LayoutKind::kStriped, 1000, 4});
+  const Index sparse = make_index(1, 1, 1000, {{0, 1}}, {{3}});
+  try {
+    step_blocks(sparse, layout, 0, 0);
+    FAIL();
+  } catch (const Unsupported& error) {
+    EXPECT_NE(std::string(error.what()).find("striped"), std::string::npos) << error.what();
+  }
+  EXPECT_THROW(step_pairs(sparse, layout, 0, 0, 0, true), Unsupported);
+  EXPECT_THROW(step_pair_table(sparse, layout, 0, true), Unsupported);
+}
+
+TEST(StepIndex, ARankOfPaddingAloneGetsNoBlocks) {
+  // 100 tokens over 8 ranks: contiguous ranks 2..7 and block_striped residues 2..7 hold padding only.
+  const Index index = dense_index(1, 1, 100);
+  for (const LayoutKind kind :
+       {LayoutKind::kContiguous, LayoutKind::kBlockStriped, LayoutKind::kZigzag}) {
+    const Layout layout({kind, 100, 8});
+    for (int rank = 2; rank < 8; ++rank) {
+      for (int source = 0; source < 8; ++source) {
+        const StepBlocks csr = step_blocks_csr(index, layout, rank, source);
+        EXPECT_TRUE(csr.key_blocks.empty()) << cases::name(layout) << " rank " << rank;
+        EXPECT_EQ(step_pairs(index, layout, rank, source, 0, true), 0);
+        contract::read_block_pairs(step_blocks(index, layout, rank, source).view(), 0,
+                                   contract::Queries(layout, rank), layout.block_starts(source),
+                                   [&](int64_t, int64_t) { FAIL(); });
+      }
+    }
+  }
+}
+
+TEST(StepIndex, DiagonalsAloneMayLeaveARankWithoutThreeOfFourShards) {
+  const Layout layout({LayoutKind::kBlockStriped, 64 * 40, 4, 64, 1});
+  const Index index = make_index(1, 1, 64 * 40, {{0, 4, 8}}, {{}});
+  for (int rank = 0; rank < 4; ++rank) {
+    for (int source = 0; source < 4; ++source) {
+      EXPECT_EQ(step_blocks(index, layout, rank, source).num_entries[0], rank == source ? 3 : 0);
+    }
+  }
+}
+
+TEST(StepIndex, WrongInputIsNamed) {
+  const Layout layout({LayoutKind::kBlockStriped, 1000, 4});
+  EXPECT_THROW(step_blocks(dense_index(1, 1, 999), layout, 0, 0), InvalidArgument);
+  EXPECT_THROW(step_blocks(dense_index(1, 1, 1000), layout, 4, 0), InvalidArgument);
+  EXPECT_THROW(step_blocks(dense_index(1, 1, 1000), layout, 0, -1), InvalidArgument);
+  EXPECT_THROW(step_columns(dense_index(1, 1, 1000), layout, 4), InvalidArgument);
+  EXPECT_THROW(transpose(step_blocks(dense_index(1, 1, 1000),
+                                     Layout({LayoutKind::kBlockStriped, 1000, 2, 128, 1}), 0, 0),
+                         3),
+               InvalidArgument);
+}
+
+}  // namespace
+}  // namespace mtraining::index
