@@ -127,7 +127,8 @@ TEST(Layout, PaddedLengthIsTheSmallestLegalMultiple) {
 }
 
 TEST(Layout, RealTokensOverAllRanksAreExactlySeqLen) {
-  // Positions ascend, so real tokens are a prefix of each shard; their count is exact and never total / W.
+  // Positions ascend, so real tokens are a prefix of each shard; their count is exact and never
+  // total / W.
   sweep([](const Layout& layout) {
     int64_t real = 0;
     for (int rank = 0; rank < layout.cp_size(); ++rank) {
@@ -187,7 +188,8 @@ TEST(Contiguous, RankHoldsOneRun) {
 }
 
 TEST(Zigzag, RankHoldsAChunkAndItsMirror) {
-  // 16 units of two tokens' worth scaled to 64: with 4 ranks rank 0 holds chunks 0 and 7, that is 64-units 0,1,14,15.
+  // 16 units of two tokens' worth scaled to 64: with 4 ranks rank 0 holds chunks 0 and 7, that is
+  // 64-units 0,1,14,15.
   const Layout layout({.kind = LayoutKind::kZigzag, .seq_len = 16 * 64, .cp_size = 4});
   std::vector<int32_t> units = layout.block_starts(0);
   for (int32_t& unit : units) unit /= 64;
@@ -211,8 +213,8 @@ TEST(Striped, TokensAreDealtOneByOne) {
 }
 
 TEST(BlockStriped, StripesAreDealtInTurn) {
-  // Units 0-15 in stripes of 64 over two ranks: rank 0 holds stripes 0, 2, 4, .. (more stripes than ranks squared, so the
-  // map is not its own inverse).
+  // Units 0-15 in stripes of 64 over two ranks: rank 0 holds stripes 0, 2, 4, .. (more stripes than
+  // ranks squared, so the map is not its own inverse).
   const Layout layout({.seq_len = int64_t{16} * 64, .cp_size = 2, .stripe = 64});
   std::vector<int32_t> units = layout.block_starts(0);
   for (int32_t& unit : units) unit /= 64;
@@ -264,8 +266,9 @@ TEST(BlockStriped, ResidueIsLocalRankTimesNodesPlusNode) {
 }
 
 TEST(BlockStriped, OuterStepsSeeTheSameResidueDifferencesOnEveryNode) {
-  // The reason for the numbering: between nodes a and a - t every pair of local ranks differs by a multiple of `nodes` plus
-  // t, so that all nodes work on the same diagonals in one outer step, wrap-around included.
+  // The reason for the numbering: between nodes a and a - t every pair of local ranks differs by a
+  // multiple of `nodes` plus t, so that all nodes work on the same diagonals in one outer step,
+  // wrap-around included.
   const int nodes = 4, ranks_per_node = 8, world = 32;
   const Layout layout({.seq_len = 64 * world, .cp_size = world, .nodes = nodes});
   for (int outer = 0; outer < nodes; ++outer) {

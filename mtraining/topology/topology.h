@@ -1,8 +1,10 @@
 // Topology: how the ranks of a context-parallel group sit on nodes.
 //
-// In:   cp_size and cp_inner_size (ranks of a node that form the inner ring), or the launcher's environment.
+// In:   cp_size and cp_inner_size (ranks of a node that form the inner ring), or the launcher's
+//       environment.
 // Out:  node and local_rank of each cp_rank; neighbours in the inner and the outer ring.
-// Next: layout/ numbers residues by it, ring/ builds schedules over it, comm/ opens communicators along it.
+// Next: layout/ numbers residues by it, ring/ builds schedules over it, comm/ opens communicators
+//       along it.
 //
 // cp_rank = node * ranks_per_node + local_rank. Thread-safe, copyable.
 #pragma once
@@ -26,34 +28,38 @@ struct Topology {
 };
 
 /// From cp_size and cp_inner_size. 1 and cp_size are legal inner sizes and equal a flat ring.
-/// Errors: InvalidArgument where cp_inner_size < 1 or does not divide cp_size (names parallel.cp_inner_size).
+/// Errors: InvalidArgument where cp_inner_size < 1 or does not divide cp_size (names
+/// parallel.cp_inner_size).
 Topology make_topology(int cp_size, int cp_inner_size);
 
-/// "4x8" -> 4 nodes of 8 ranks. Errors: InvalidArgument naming the text and the expected form NODESxRANKS.
+/// "4x8" -> 4 nodes of 8 ranks. Errors: InvalidArgument naming the text and the expected form
+/// NODESxRANKS.
 Topology parse_topology(std::string_view text);
 std::string to_string(const Topology& topology);
 
-/// What a launcher tells a process. Read from RANK/WORLD_SIZE/LOCAL_RANK/LOCAL_WORLD_SIZE/MASTER_ADDR/MASTER_PORT
-/// (torchrun, --nproc), OMPI_COMM_WORLD_* (mpirun) or SLURM_PROCID/SLURM_NTASKS/SLURM_LOCALID/.. (srun).
+/// What a launcher tells a process. Read from
+/// RANK/WORLD_SIZE/LOCAL_RANK/LOCAL_WORLD_SIZE/MASTER_ADDR/MASTER_PORT (torchrun, --nproc),
+/// OMPI_COMM_WORLD_* (mpirun) or SLURM_PROCID/SLURM_NTASKS/SLURM_LOCALID/.. (srun).
 struct LaunchEnvironment {
   int rank = 0;
   int world_size = 1;
   int local_rank = 0;
-  std::optional<int>
-      local_world_size;  ///< absent where the launcher does not say: then a hierarchical ring needs cp_inner_size
+  /// Absent where the launcher does not say: then a hierarchical ring needs cp_inner_size.
+  std::optional<int> local_world_size;
   std::string launcher;  ///< "torchrun" | "mpirun" | "srun" | "none"
 };
 
-/// Errors: InvalidArgument where a variable is set but not a number, one of a pair is missing, or rank >= world_size; names
-/// the variable.
+/// Errors: InvalidArgument where a variable is set but not a number, one of a pair is missing, or
+/// rank >= world_size; names the variable.
 LaunchEnvironment read_launch_environment();
 /// The same from any source of variables: null or "" where one is not set.
 using VariableLookup = std::function<const char*(const char* name)>;
 LaunchEnvironment read_launch_environment(const VariableLookup& lookup);
 
-/// The topology of a hierarchical ring: cp_inner_size where given, else min(cp_size, local_world_size).
-/// Errors: InvalidArgument where neither is known and cp_size > 1 (a missing node size never means one node), or where the
-/// inner size does not divide cp_size; names parallel.cp_inner_size.
+/// The topology of a hierarchical ring: cp_inner_size where given, else min(cp_size,
+/// local_world_size).
+/// Errors: InvalidArgument where neither is known and cp_size > 1 (a missing node size never means
+/// one node), or where the inner size does not divide cp_size; names parallel.cp_inner_size.
 Topology resolve_topology(int cp_size, std::optional<int> cp_inner_size,
                           const LaunchEnvironment& environment);
 
