@@ -11,6 +11,10 @@
 
 namespace mtraining::comm {
 
+// Nothing is buffered: bytes move when both sides have called, so a buffer that is changed too early shows. Where all ranks wait
+// for one another (one of them may have returned), they fail at once, with what each waits for. A rank's calls come from its own
+// thread only.
+
 /// Runs `body` on `ranks` threads. The first exception of any rank wakes all waiting ranks (they fail with ExternalError
 /// naming the rank that failed first) and is rethrown after all threads have joined.
 void run_loopback(int ranks, const std::function<void(Transport&)>& body,

@@ -40,8 +40,9 @@ struct Buffer {
 };
 
 struct Counters {
-  int64_t bytes_sent = 0;  ///< payload this rank sent: exchange send bytes; all-gather (size-1) x part; reduce-scatter likewise;
-                           ///< all-reduce 2 (size-1)/size x bytes; broadcast as root (size-1) x bytes
+  int64_t bytes_sent =
+      0;  ///< payload this rank sent: exchange send bytes; all-gather (size-1) x part; reduce-scatter likewise;
+          ///< all-reduce 2 (size-1)/size x bytes; broadcast as root (size-1) x bytes
   int64_t calls = 0;
 };
 
@@ -54,7 +55,8 @@ class Communicator {
 
   /// Sends the two parts to `to` and receives two parts from `from` (both group ranks; may be equal, may be self).
   /// parts: K and V (or dk and dv) travel in one call; sizes must match the peer's.
-  virtual WorkPtr exchange(int to, std::vector<ConstBuffer> send, int from, std::vector<Buffer> recv) = 0;
+  virtual WorkPtr exchange(int to, std::vector<ConstBuffer> send, int from,
+                           std::vector<Buffer> recv) = 0;
   /// recv[r] of rank r's send; every part has the same bytes.
   virtual WorkPtr all_gather(ConstBuffer send, std::vector<Buffer> recv) = 0;
   /// recv = sum over ranks of their send[rank()].
@@ -80,6 +82,9 @@ class Transport {
   /// Returns null on ranks that are no member.
   virtual CommunicatorPtr open(const std::string& name, const std::vector<int>& members) = 0;
   virtual std::chrono::milliseconds timeout() const = 0;
+  /// Says that this rank gives up, so that ranks that wait fail within seconds with `cause` instead of their timeout. The first
+  /// cause of the job is kept. Every later call on this rank's communicators fails. Never throws; local.
+  virtual void abort(const std::string& cause) noexcept = 0;
 };
 
 }  // namespace mtraining::comm

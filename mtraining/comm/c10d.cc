@@ -1,0 +1,174 @@
+#include "mtraining/comm/c10d.h"
+
+#include <arpa/inet.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdlib>
+#include <cstring>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
+
+#include "mtraining/base/check.h"
+#include "mtraining/comm/c10d_group.h"
+#include "mtraining/comm/call.h"
+#include "mtraining/comm/loopback.h"
+
+namespace mtraining::comm {
+namespace {
+
+using namespace c10d_detail;  // NOLINT: this file's other half
+
+class C10dTransport : public Transport {
+ public:
+  C10dTransport(const C10dOptions& options, c10::intrusive_ptr<c10d::Store> store)
+      : options_(options),
+        store_(std::move(store)),
+        board_(std::make_shared<FailureBoard>(store_, options.rank)) {
+    if (options_.backend == "gloo") device_ = make_device();
+  }
+
+  int rank() const override { return options_.rank; }
+  int size() const override { return options_.size; }
+  milliseconds timeout() const override { return options_.timeout; }
+
+  CommunicatorPtr open(const std::string& name, const std::vector<int>& members) override {
+    check_members(name, members, options_.size);
+    const std::string prefix = concat("mtraining/group", opened_++);
+    gather_all(prefix, name, members);
+    const auto me = std::find(members.begin(), members.end(), options_.rank);
+    if (me == members.end()) return nullptr;
+    const int rank = static_cast<int>(me - members.begin());
+    const int size = static_cast<int>(members.size());
+    if (size == 1 && options_.backend == "gloo") {
+      if (!single_) single_ = make_single();
+      return single_->open(name, {0});
+    }
+    try {
+      return connect(name, prefix, rank, size);
+    } catch (const std::exception& e) {
+      board_->raise(concat("rank ", options_.rank, ": opening ", describe_members(name, members)),
+                    first_line(e));
+    }
+  }
+
+  void abort(const std::string& cause) noexcept override {
+    board_->report(cause);
+    for (const std::weak_ptr<Communicator>& weak : groups_) {
+      if (auto group = weak.lock()) dynamic_cast<Breakable&>(*group).break_connections();
+    }
+  }
+
+ private:
+  std::shared_ptr<gloo::transport::Device> make_device() const {
+    if (const char* interface = std::getenv("GLOO_SOCKET_IFNAME"))
+      return c10d::ProcessGroupGloo::createDeviceForInterface(interface);
+    const bool one_host =
+        options_.master_addr == "127.0.0.1" || options_.master_addr == "localhost";
+    return one_host ? c10d::ProcessGroupGloo::createDeviceForHostname("127.0.0.1")
+                    : c10d::ProcessGroupGloo::createDefaultDevice();
+  }
+
+  CommunicatorPtr connect(const std::string& name, const std::string& prefix, int rank, int size) {
+    const GroupOptions group{name,   rank,
+                             size,   c10::make_intrusive<c10d::PrefixStore>(prefix, store_),
+                             board_, options_.timeout};
+    CommunicatorPtr made;
+#ifdef USE_C10D_NCCL
+    if (options_.backend == "nccl") made = make_nccl_group(group);
+#endif
+    if (!made) made = make_gloo_group(group, device_);
+    std::erase_if(groups_, [](const auto& weak) { return weak.expired(); });
+    groups_.push_back(made);
+    return made;
+  }
+
+  /// Waits until all ranks of the job have come to this open with the same name and members, or one has failed.
+  void gather_all(const std::string& prefix, const std::string& name,
+                  const std::vector<int>& members) {
+    const std::string mine = describe_members(name, members);
+    const std::string what = concat("rank ", options_.rank, ": opening ", mine);
+    try {
+      const std::vector<uint8_t> kept = store_->compareSet(
+          prefix + "/members", {}, std::vector<uint8_t>(mine.begin(), mine.end()));
+      const std::string other(kept.begin(), kept.end());
+      MT_CHECK_ARG(other == mine, "ranks open different communicators: rank ", options_.rank,
+                   " opens ", mine, ", another rank ", other);
+      int64_t arrived = store_->add(prefix + "/arrived", 1);
+      const auto deadline = steady_clock::now() + options_.timeout;
+      for (milliseconds pause(1); arrived < options_.size;
+           pause = std::min(2 * pause, milliseconds(50))) {
+        const std::string cause = board_->find(milliseconds(0));
+        MT_CHECK_EXTERNAL(cause.empty(), what, ": first cause: ", cause);
+        MT_CHECK_EXTERNAL(steady_clock::now() < deadline, what, ": timeout after ",
+                          options_.timeout.count(), " ms: ", arrived, " of ", options_.size,
+                          " ranks came");
+        std::this_thread::sleep_for(pause);
+        arrived = store_->add(prefix + "/arrived", 0);
+      }
+    } catch (const Error&) {
+      throw;
+    } catch (const std::exception& e) {
+      throw ExternalError(concat(what, ": the store at ", options_.master_addr, ":",
+                                 options_.master_port, ": ", first_line(e)));
+    }
+  }
+
+  C10dOptions options_;
+  c10::intrusive_ptr<c10d::Store> store_;
+  FailureBoardPtr board_;
+  std::shared_ptr<gloo::transport::Device> device_;
+  std::unique_ptr<Transport> single_;
+  std::vector<std::weak_ptr<Communicator>> groups_;
+  int64_t opened_ = 0;
+};
+
+}  // namespace
+
+std::unique_ptr<Transport> make_c10d(const C10dOptions& options) {
+  MT_CHECK_ARG(options.size >= 1 && options.rank >= 0 && options.rank < options.size,
+               "c10d: expected 0 <= rank < size, got rank ", options.rank, " of ", options.size);
+  MT_CHECK_ARG(options.master_port > 0 && options.master_port < 65536,
+               "c10d: expected a master_port in [1, 65535], got ", options.master_port);
+  MT_CHECK_ARG(options.backend == "gloo" || options.backend == "nccl",
+               "c10d: expected backend gloo or nccl, got '", options.backend, "'");
+#ifndef USE_C10D_NCCL
+  MT_CHECK_SUPPORTED(
+      options.backend == "gloo",
+      "c10d: backend nccl: this build has no CUDA; use gloo or build with MTRAINING_CUDA=ON");
+#endif
+  c10d::TCPStoreOptions store_options;
+  store_options.port = static_cast<uint16_t>(options.master_port);
+  store_options.isServer = options.rank == 0;
+  store_options.numWorkers = static_cast<size_t>(options.size);
+  store_options.timeout = options.timeout;
+  try {
+    return std::make_unique<C10dTransport>(
+        options, c10::make_intrusive<c10d::TCPStore>(options.master_addr, store_options));
+  } catch (const std::exception& e) {
+    throw ExternalError(concat("c10d: rank ", options.rank, " of ", options.size,
+                               " cannot meet the others at ", options.master_addr, ":",
+                               options.master_port, ": ", first_line(e)));
+  }
+}
+
+int free_port() {
+  const int fd = ::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  MT_CHECK_EXTERNAL(fd >= 0, "free_port: socket: ", std::strerror(errno));
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  socklen_t length = sizeof(address);
+  const bool bound = ::bind(fd, reinterpret_cast<sockaddr*>(&address), sizeof(address)) == 0 &&
+                     ::getsockname(fd, reinterpret_cast<sockaddr*>(&address), &length) == 0;
+  const std::string cause = bound ? "" : std::strerror(errno);
+  ::close(fd);
+  MT_CHECK_EXTERNAL(bound, "free_port: ", cause);
+  return ntohs(address.sin_port);
+}
+
+}  // namespace mtraining::comm
