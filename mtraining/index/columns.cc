@@ -8,8 +8,8 @@
 namespace mtraining::index {
 namespace {
 
-/// The union of the chosen columns per (sample, kv head) as keys position * (batch * num_kv_heads) + kv row, ascending. Merges
-/// the heads' sorted lists pairwise: O(columns log heads).
+/// The union of the chosen columns per (sample, kv head) as keys position * (batch * num_kv_heads)
+/// + kv row, ascending. Merges the heads' sorted lists pairwise: O(columns log heads).
 std::vector<int64_t> union_keys(const Index& index, int num_kv_heads) {
   MT_CHECK_ARG(num_kv_heads >= 1 && index.num_q_heads % num_kv_heads == 0,
                "columns: expected num_kv_heads to divide num_q_heads ", index.num_q_heads, ", got ",

@@ -1,4 +1,5 @@
-// Reads block lists and column lists as a kernel must (kernels/params.h), pair by pair. Only for tests.
+// Reads block lists and column lists as a kernel must (kernels/params.h), pair by pair. Only for
+// tests.
 //
 // In:   a layout, an index, what index/ made of it for (cp_rank, source_rank).
 // Out:  every (query position, key position) that a kernel would compute.
@@ -51,8 +52,8 @@ struct Queries {
   int64_t position(int64_t block, int64_t i) const { return starts[block] + i * position_stride; }
 };
 
-/// visit(query position, key position) for the causal pairs of the listed blocks. The last key block need not be looked at for
-/// seq_len: a key beyond it is in the future of every real query.
+/// visit(query position, key position) for the causal pairs of the listed blocks. The last key
+/// block need not be looked at for seq_len: a key beyond it is in the future of every real query.
 template <typename Visit>
 void read_block_pairs(const kernels::BlockLists& lists, int64_t r, const Queries& queries,
                       const std::vector<int32_t>& key_starts, const Visit& visit) {
@@ -70,7 +71,8 @@ void read_block_pairs(const kernels::BlockLists& lists, int64_t r, const Queries
               });
 }
 
-/// visit(query position, key position, key row) for the column pairs: causal, and not on a diagonal of the bitmap.
+/// visit(query position, key position, key row) for the column pairs: causal, and not on a diagonal
+/// of the bitmap.
 template <typename Visit>
 void read_column_pairs(const kernels::ColumnLists& columns, int64_t r, const Queries& queries,
                        const DiagonalBitmap& bitmap, const Visit& visit) {

@@ -106,7 +106,8 @@ int64_t computed_pairs(const Index& index, int b, int h) {
   const std::span<const int32_t> columns = index.columns.row(index.row(b, h));
   int64_t pairs = 0;
   for (const int64_t c : diagonals) pairs += (num_blocks - c) * kBlockPairs;
-  // A column of key block kb is met by num_blocks - kb query blocks, of which one per diagonal below that number has it already.
+  // A column of key block kb is met by num_blocks - kb query blocks, of which one per diagonal
+  // below that number has it already.
   size_t below = diagonals.size();
   for (const int64_t position : columns) {
     const int64_t met = num_blocks - position / kBlock;

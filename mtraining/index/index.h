@@ -1,12 +1,16 @@
 // Index: what a pattern chose, O(diagonals + columns) per head, global (the same on every rank).
 //
-// In:   per (sample, query head) a sorted list of block diagonals and a sorted list of column positions.
-// Out:  density, pairs, mask, bitmaps; step indices (step_index.h) and the union of columns per kv head (columns.h).
+// In:   per (sample, query head) a sorted list of block diagonals and a sorted list of column
+//       positions.
+// Out:  density, pairs, mask, bitmaps; step indices (step_index.h) and the union of columns per kv
+//       head (columns.h).
 // Next: attention/ hands rank-local parts to kernels/.
 //
 // Source: algorithm.md section 3. Mask of head h (positions i, j of one sample, block 64):
-//   document_start[i] <= j <= i  and  (i/64 - j/64 in diagonals[h]  or  j in columns[h]);   reached both ways counts once.
-// Storage is of fixed capacity with counts, so that the same struct describes device memory. Host memory, movable.
+//   document_start[i] <= j <= i  and  (i/64 - j/64 in diagonals[h]  or  j in columns[h]);
+//   reached both ways counts once.
+// Storage is of fixed capacity with counts, so that the same struct describes device memory. Host
+// memory, movable.
 #pragma once
 
 #include <cstdint>
@@ -19,8 +23,7 @@ namespace mtraining::index {
 struct Lists {
   int64_t rows = 0;
   int64_t capacity = 0;
-  std::vector<int32_t>
-      values;  ///< [rows, capacity]; entries at and beyond the count are unspecified
+  std::vector<int32_t> values;  ///< [rows, capacity]; unspecified at and beyond the count
   std::vector<int32_t> counts;  ///< [rows]
 
   std::span<const int32_t> row(int64_t r) const {
@@ -40,8 +43,9 @@ struct Index {
   int64_t seq_len = 0;  ///< real tokens N
   Lists diagonals;  ///< rows = batch * num_q_heads; ascending block diagonals c in [0, num_blocks)
   Lists columns;    ///< rows = batch * num_q_heads; ascending positions in [0, seq_len)
-  std::vector<uint8_t>
-      dense_heads;  ///< [batch * num_q_heads] 1 where the head was made dense (all diagonals, no columns)
+  /// [batch * num_q_heads] 1 where the head was made dense: all diagonals, no columns. dense_index
+  /// sets it, make_index leaves 0 for the pattern to set.
+  std::vector<uint8_t> dense_heads;
   int64_t caps_hit = 0;  ///< heads whose choice was cut by max_columns or max_diagonals
 
   int64_t num_blocks() const { return (seq_len + 63) / 64; }
@@ -52,14 +56,16 @@ struct Index {
 /// All diagonals for every head.
 Index dense_index(int batch, int num_q_heads, int64_t seq_len);
 
-/// Sorts, removes duplicates and checks ranges. Errors: InvalidArgument naming head, list, value and range.
+/// Sorts, removes duplicates and checks ranges. Errors: InvalidArgument naming head, list, value
+/// and range.
 Index make_index(int batch, int num_q_heads, int64_t seq_len,
                  std::vector<std::vector<int32_t>> diagonals,
                  std::vector<std::vector<int32_t>> columns);
 
-/// (query, key) pairs of one head on the real sequence, one document: blocks of a chosen diagonal counted whole (64x64,
-/// diagonal 0 included, the ragged last block row counted whole) plus column pairs outside chosen diagonals counted per
-/// query block row whole (64 each). As peers' benchmarks count.
+/// (query, key) pairs of one head on the real sequence, one document: blocks of a chosen diagonal
+/// counted whole (64x64, diagonal 0 included, the ragged last block row counted whole) plus column
+/// pairs outside chosen diagonals counted per query block row whole (64 each). As peers' benchmarks
+/// count.
 int64_t computed_pairs(const Index& index, int b, int h);
 /// computed_pairs summed over all heads / (batch * heads * N^2 / 2).
 double density(const Index& index);
@@ -71,7 +77,8 @@ struct DiagonalBitmap {
 };
 DiagonalBitmap diagonal_bitmap(const Index& index);
 
-/// Small sequences only: bool [batch, heads, N, N] as bytes, from the definition above (document_starts [batch, N] or empty).
+/// Small sequences only: bool [batch, heads, N, N] as bytes, from the definition above
+/// (document_starts [batch, N] or empty).
 std::vector<uint8_t> mask(const Index& index, std::span<const int32_t> document_starts);
 
 }  // namespace mtraining::index

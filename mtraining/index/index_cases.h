@@ -1,6 +1,7 @@
 // Random and extreme indices and the layouts that index/ is swept over. Only for tests.
 //
-// In:   a seed and sizes. Out: ragged lists, and layouts with their names. Next: the tests of index/.
+// In:   a seed and sizes. Out: ragged lists, and layouts with their names. Next: the tests of
+//       index/.
 #pragma once
 
 #include <cstdint>
@@ -28,7 +29,8 @@ inline std::vector<int32_t> some_of(std::mt19937& random, int64_t end, double pr
   return values;
 }
 
-/// Six heads: sparse with a band, dense diagonals and many columns, nothing at all, one diagonal, one column, everything.
+/// Six heads: sparse with a band, dense diagonals and many columns, nothing at all, one diagonal,
+/// one column, everything.
 inline Chosen six_heads(uint32_t seed, int64_t seq_len) {
   std::mt19937 random(seed);
   const int64_t num_blocks = (seq_len + 63) / 64;
@@ -60,7 +62,8 @@ inline std::string name(const layout::Layout& layout) {
          " N=" + std::to_string(options.seq_len);
 }
 
-/// Every layout with blocks: contiguous, zigzag, block_striped 64, 128, 192 with every number of nodes.
+/// Every layout with blocks: contiguous, zigzag, block_striped 64, 128, 192 with every number of
+/// nodes.
 inline std::vector<layout::Layout> layouts(int64_t seq_len,
                                            const std::vector<int>& cp_sizes = {1, 2, 3, 4, 6, 8}) {
   std::vector<layout::Layout> all;

@@ -62,12 +62,13 @@ StepBlocks entry_lists(const Index& index, const layout::Layout& layout, int cp_
   return out;
 }
 
-/// Appends the local key blocks of class `key_class` that query block `g` meets, ascending. `candidates`: diagonals that can lead
-/// from the query's class there, ascending.
+/// Appends the local key blocks of class `key_class` that query block `g` meets, ascending.
+/// `candidates`: diagonals that can lead from the query's class there, ascending.
 void append_key_blocks(const Stripes& stripes, int64_t ranks, int64_t g, int64_t key_class,
                        std::span<const int32_t> candidates, std::vector<int32_t>& key_blocks) {
   const int64_t m = stripes.blocks;
-  // A class of one stripe holds the key blocks [key_class * m, key_class * m + m); else only causality bounds c.
+  // A class of one stripe holds the key blocks [key_class * m, key_class * m + m); else only
+  // causality bounds c.
   const int64_t highest = stripes.repeats ? g : g - key_class * m;
   const int64_t lowest = stripes.repeats ? 0 : highest - m + 1;
   const auto begin = std::lower_bound(candidates.begin(), candidates.end(), lowest);
@@ -112,7 +113,8 @@ StepBlocks csr_lists(const Index& index, const layout::Layout& layout, int cp_ra
     }
     out.row_begin.push_back(static_cast<int64_t>(out.key_blocks.size()));
     for (int64_t local = 0; local < num_q_blocks; ++local) {
-      // Classes are in the order of local stripes, and a rank of several classes has one stripe of each.
+      // Classes are in the order of local stripes, and a rank of several classes has one stripe of
+      // each.
       const int64_t local_stripe = local / m;
       const size_t q = stripes.repeats ? 0 : static_cast<size_t>(local_stripe);
       const int64_t stripe =
@@ -130,7 +132,8 @@ StepBlocks csr_lists(const Index& index, const layout::Layout& layout, int cp_ra
   return out;
 }
 
-/// Units of 64 local tokens at positions first + i * W: key unit B is listed iff its first key is not after the last real query.
+/// Units of 64 local tokens at positions first + i * W: key unit B is listed iff its first key is
+/// not after the last real query.
 StepBlocks striped_dense_lists(const Index& index, const layout::Layout& layout, int cp_rank,
                                int source_rank) {
   StepBlocks out;

@@ -263,7 +263,8 @@ TEST(StepIndex, ADiagonalGivesAtMostTwoEntriesAPairOfRanksAndLessThanTwoStripesR
           }
         }
       }
-      // A query's rank needs one or two source ranks for a diagonal, never more: worker traffic does not fan out.
+      // A query's rank needs one or two source ranks for a diagonal, never more: worker traffic
+      // does not fan out.
       ASSERT_LE(all, 2 * layout.cp_size());
     }
   }
@@ -315,6 +316,40 @@ TEST(StepIndex, StripedDenseIsTheCausalTriangleEachPairOnce) {
   }
 }
 
+// The paper's example of scale, index only: each block of each chosen diagonal exactly once.
+TEST(StepIndex, HalfAMillionTokensOver128RanksAre64StripesEachAndEveryBlockOnce) {
+  const int64_t seq_len = 512 * 1024;
+  const std::vector<int32_t> diagonals = {0, 1, 2, 63, 64, 127, 128, 129, 1000, 4095, 8000, 8191};
+  const Index index = make_index(1, 1, seq_len, {diagonals}, {{}});
+  for (const int64_t stripe : {64, 128}) {
+    const Layout layout({LayoutKind::kBlockStriped, seq_len, 128, stripe, 16});
+    const int64_t blocks = layout.blocks_per_rank();
+    ASSERT_EQ(blocks, 64);
+    ASSERT_EQ(blocks / layout.blocks_per_stripe(), 64 * 64 / stripe);
+    std::vector<std::vector<int32_t>> starts;
+    for (int rank = 0; rank < 128; ++rank) starts.push_back(layout.block_starts(rank));
+    std::vector<std::vector<uint8_t>> times(diagonals.size(), std::vector<uint8_t>(8192, 0));
+    for (int rank = 0; rank < 128; ++rank) {
+      for (int source = 0; source < 128; ++source) {
+        const StepBlocks step = step_blocks(index, layout, rank, source);
+        contract::read_blocks(step.view(), 0, blocks, blocks, [&](int64_t q, int64_t k) {
+          const int64_t query = starts[rank][q] / 64;
+          const int64_t c = query - starts[source][k] / 64;
+          const auto at = std::lower_bound(diagonals.begin(), diagonals.end(), c);
+          ASSERT_TRUE(at != diagonals.end() && *at == c) << "diagonal " << c << " was not chosen";
+          ++times[at - diagonals.begin()][query];
+        });
+      }
+    }
+    for (size_t d = 0; d < diagonals.size(); ++d) {
+      for (int64_t query = 0; query < 8192; ++query) {
+        ASSERT_EQ(times[d][query], query >= diagonals[d])
+            << "diagonal " << diagonals[d] << " query " << query;
+      }
+    }
+  }
+}
+
 TEST(StepIndex, SparseOnStripedIsUnsupportedByName) {
   const Layout layout({LayoutKind::kStriped, 1000, 4});
   const Index sparse = make_index(1, 1, 1000, {{0, 1}}, {{3}});
@@ -329,7 +364,8 @@ TEST(StepIndex, SparseOnStripedIsUnsupportedByName) {
 }
 
 TEST(StepIndex, ARankOfPaddingAloneGetsNoBlocks) {
-  // 100 tokens over 8 ranks: contiguous ranks 2..7 and block_striped residues 2..7 hold padding only.
+  // 100 tokens over 8 ranks: contiguous ranks 2..7 and block_striped residues 2..7 hold padding
+  // only.
   const Index index = dense_index(1, 1, 100);
   for (const LayoutKind kind :
        {LayoutKind::kContiguous, LayoutKind::kBlockStriped, LayoutKind::kZigzag}) {

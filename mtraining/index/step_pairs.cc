@@ -26,7 +26,8 @@ class PairCounter {
         tail_blocks_(num_blocks % stripes.blocks),
         diagonals_(diagonals) {}
 
-  /// add(query class, key class, pairs) for the blocks of chosen diagonals whose query block is of class k.
+  /// add(query class, key class, pairs) for the blocks of chosen diagonals whose query block is of
+  /// class k.
   template <typename Add>
   void add_blocks(int64_t k, const Add& add) const {
     const int64_t m = stripes_.blocks;
@@ -57,14 +58,15 @@ class PairCounter {
            (stripe % stripes_.classes == k ? end % stripes_.blocks : 0);
   }
 
-  /// add(query class, key class, pairs) for each column (ascending positions) and each query class of `query_classes`.
+  /// add(query class, key class, pairs) for each column (ascending positions) and each query class
+  /// of `query_classes`.
   template <typename Add>
   void add_columns(std::span<const int32_t> columns, std::span<const int64_t> query_classes,
                    const Add& add) const {
     const int64_t m = stripes_.blocks;
     const int64_t period = stripes_.classes * m;
-    // reached[p]: diagonals d with d % period == p that reach the current key block. From late key blocks to early ones they only
-    // become more, so one pass over the diagonals serves all.
+    // reached[p]: diagonals d with d % period == p that reach the current key block. From late key
+    // blocks to early ones they only become more, so one pass over the diagonals serves all.
     std::vector<int64_t> reached(stripes_.repeats ? period : 0, 0);
     size_t num_reached = 0;
     for (size_t i = columns.size(); i > 0;) {

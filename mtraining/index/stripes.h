@@ -1,12 +1,12 @@
 // Stripes: the one view of a layout that index/ reasons with. Private to index/.
 //
 // In:   a Layout with blocks.
-// Out:  block g of the sequence lies in stripe T = g / m at a = g % m; stripe T is held by rank_of_class[T % classes] as its
-//       local stripe T / W, so that its local block is (T / W) * m + a.
+// Out:  block g of the sequence lies in stripe T = g / m at a = g % m; stripe T is held by
+//       rank_of_class[T % classes] as its local stripe T / W: local block (T / W) * m + a.
 // Next: entries, CSR lists and pair counts, each written once for all layouts.
 //
-// block_striped: m = stripe / 64, W classes (residues). contiguous: m = n / 64, W classes, one stripe each. zigzag: a stripe is a
-// chunk, 2W classes of one chunk each, two per rank.
+// block_striped: m = stripe / 64, W classes (residues). contiguous: m = n / 64, W classes, one
+// stripe each. zigzag: a stripe is a chunk, 2W classes of one chunk each, two per rank.
 #pragma once
 
 #include <cstdint>
@@ -38,7 +38,8 @@ struct Stripes {
 /// Errors: Unsupported on `striped`.
 Stripes make_stripes(const layout::Layout& layout);
 
-/// `striped`: how many 64-token units of the source (from its first on) hold a key that some real query of unit `block` may see.
+/// `striped`: how many 64-token units of the source (from its first on) hold a key that some real
+/// query of unit `block` may see.
 int64_t striped_key_units(const layout::Layout& layout, int cp_rank, int source_rank,
                           int64_t block);
 /// Errors: Unsupported where the row does not choose every diagonal.
