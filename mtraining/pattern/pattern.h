@@ -20,6 +20,9 @@
 
 namespace mtraining::pattern {
 
+/// Observation rows at most: their masses, in units of 2^-46, must stay within int64 over a group of heads.
+inline constexpr int64_t kMaxObservationRows = 4096;
+
 enum class PatternKind { kDense, kVerticalSlash };
 enum class SlashPooling { kBlock, kPaper, kToken };
 enum class Selection { kHead, kKvGroup };
@@ -56,26 +59,31 @@ struct LocalAttention {
   int64_t batch = 0, num_q_heads = 0, num_kv_heads = 0, head_dim = 0;
   kernels::DType dtype = kernels::DType::kFloat32;
   double softmax_scale = 0;
-  kernels::ConstView q, k;                      // [B, n, H, D], [B, n, Hk, D], n = layout->tokens_per_rank()
-  const int32_t* document_starts = nullptr;     // [B, N] of the whole (global) sequence, the same on every rank; or null
+  kernels::ConstView q, k;  // [B, n, H, D], [B, n, Hk, D], n = layout->tokens_per_rank()
+  const int32_t* document_starts =
+      nullptr;  // [B, N] of the whole (global) sequence, the same on every rank; or null
 };
 
 struct Recall {
-  double window = 0;            ///< on the observation rows (no evidence: at least p by construction)
-  double sampled = 0;           ///< on rows elsewhere, mean over heads
-  double sampled_worst = 0;     ///< the worst head's
+  double window = 0;         ///< on the observation rows (no evidence: at least p by construction)
+  double sampled = 0;        ///< on rows elsewhere, mean over heads
+  double sampled_worst = 0;  ///< the worst head's
   std::vector<double> by_head;  ///< sampled, [B * H]
 };
 
 /// Collective over `group` (all context-parallel ranks; group rank == cp_rank), same order on all ranks.
-/// Cost: last_q x n x D x 4 flops a head three times; messages: window [B,H,last_q,D] float32, two of [B,H,last_q], masses
-/// [B,H,NB+1] int64, radix bins, the chosen columns.
-/// Errors: Unsupported where the layout has no blocks (striped).
-index::Index build_vertical_slash(const LocalAttention& local, const VerticalSlashOptions& options, comm::Communicator& group);
+/// Cost: last_q x n x D x 2 flops a head three times (maxima, sums, masses; recall_floor adds three more over the sampled
+/// rows); messages: window [B,H,last_q,D] of q's dtype, two of [B,H,last_q], masses [B,H,NB+1] int64 (paper and token pooling:
+/// [B,H,N] too), a histogram of 256 bins a head for each 8 bits of the radix search, the chosen columns.
+/// Errors: Unsupported where the layout has no blocks (striped). InvalidArgument, on every rank alike: options, shapes, a group
+/// that is not the layout's, NaN, inf or values from 2^50 on in the observed rows of q or in k.
+index::Index build_vertical_slash(const LocalAttention& local, const VerticalSlashOptions& options,
+                                  comm::Communicator& group);
 
-/// Collective. Recall of `index` on the observation rows and on `options.recall_rows` rows sampled elsewhere (seeded; the
-/// same on every rank).
-Recall measure_recall(const LocalAttention& local, const VerticalSlashOptions& options, const index::Index& index,
-                      comm::Communicator& group, uint64_t seed);
+/// Collective. Recall of `index` (share of the rows' attention that it covers) on the observation rows and on
+/// `options.recall_rows` rows sampled elsewhere: one at random in each of as many equal parts of the rest of the sequence, by
+/// `seed`, the same on every rank. Where there are no rows elsewhere (N <= last_q), sampled is the window's. Errors: as above.
+Recall measure_recall(const LocalAttention& local, const VerticalSlashOptions& options,
+                      const index::Index& index, comm::Communicator& group, uint64_t seed);
 
 }  // namespace mtraining::pattern

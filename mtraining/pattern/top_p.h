@@ -29,7 +29,9 @@ struct SelectedKeys {
 /// Collective: every rank holds masses [rows, num_local] of keys at `positions` [num_local] (ascending; of real tokens only).
 /// Radix search on the unique key (mass, N-1-position): never gathers N masses on one rank. Equal to top_p on the gathered
 /// list, bit for bit, whatever the split.
-std::vector<SelectedKeys> distributed_top_p(std::span<const int64_t> masses, std::span<const int32_t> positions, int64_t rows,
-                                            int64_t seq_len, double p, int64_t cap, comm::Communicator& group);
+std::vector<SelectedKeys> distributed_top_p(std::span<const int64_t> masses,
+                                            std::span<const int32_t> positions, int64_t rows,
+                                            int64_t seq_len, double p, int64_t cap,
+                                            comm::Communicator& group);
 
 }  // namespace mtraining::pattern

@@ -1,0 +1,67 @@
+#include <array>
+#include <utility>
+
+#include "mtraining/base/check.h"
+#include "mtraining/pattern/pattern.h"
+
+namespace mtraining::pattern {
+namespace {
+
+template <typename Value, size_t kCount>
+Value parse(std::string_view key, std::string_view name,
+            const std::array<std::pair<std::string_view, Value>, kCount>& known) {
+  std::string names;
+  for (const auto& [text, value] : known) {
+    if (text == name) return value;
+    names += concat(names.empty() ? "" : " | ", text);
+  }
+  throw InvalidArgument(concat(key, ": expected ", names, ", got \"", name, "\""));
+}
+
+void check_share(const char* key, double value) {
+  MT_CHECK_ARG(value >= 0 && value <= 1, key, ": expected a number in [0, 1], got ", value);
+}
+
+void check_at_least(const char* key, int64_t value, int64_t least) {
+  MT_CHECK_ARG(value >= least, key, ": expected at least ", least, ", got ", value);
+}
+
+}  // namespace
+
+SlashPooling parse_slash_pooling(std::string_view name) {
+  return parse<SlashPooling, 3>("slash_pooling", name,
+                                {{{"block", SlashPooling::kBlock},
+                                  {"paper", SlashPooling::kPaper},
+                                  {"token", SlashPooling::kToken}}});
+}
+
+Selection parse_selection(std::string_view name) {
+  return parse<Selection, 2>("selection", name,
+                             {{{"head", Selection::kHead}, {"kv_group", Selection::kKvGroup}}});
+}
+
+Window parse_window(std::string_view name) {
+  return parse<Window, 2>("window", name,
+                          {{{"last", Window::kLast}, {"strided", Window::kStrided}}});
+}
+
+void check(const VerticalSlashOptions& options) {
+  check_share("p_vertical", options.p_vertical);
+  check_share("p_slash", options.p_slash);
+  check_at_least("last_q", options.last_q, 1);
+  MT_CHECK_ARG(options.last_q <= kMaxObservationRows, "last_q: expected at most ",
+               kMaxObservationRows, ", got ", options.last_q);
+  check_at_least("sink_tokens", options.sink_tokens, 0);
+  check_at_least("local_blocks", options.local_blocks, 1);
+  if (options.max_columns) check_at_least("max_columns", *options.max_columns, 0);
+  if (options.max_diagonals) check_at_least("max_diagonals", *options.max_diagonals, 0);
+  MT_CHECK_ARG(options.dense_threshold > 0,
+               "dense_threshold: expected a number above 0 (1: off), got ",
+               options.dense_threshold);
+  check_share("recall_floor", options.recall_floor);
+  check_at_least("recall_rows", options.recall_rows, 1);
+  MT_CHECK_ARG(options.recall_rows <= kMaxObservationRows, "recall_rows: expected at most ",
+               kMaxObservationRows, ", got ", options.recall_rows);
+}
+
+}  // namespace mtraining::pattern
