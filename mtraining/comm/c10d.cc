@@ -96,8 +96,12 @@ class C10dTransport : public Transport {
       const std::vector<uint8_t> kept = store_->compareSet(
           prefix + "/members", {}, std::vector<uint8_t>(mine.begin(), mine.end()));
       const std::string other(kept.begin(), kept.end());
-      MT_CHECK_ARG(other == mine, "ranks open different communicators: rank ", options_.rank,
-                   " opens ", mine, ", another rank ", other);
+      if (other != mine) {
+        const std::string cause = concat("ranks open different communicators: rank ", options_.rank,
+                                         " opens ", mine, ", another rank ", other);
+        board_->report(cause);  // the others wait for this rank's arrival
+        throw InvalidArgument(cause);
+      }
       int64_t arrived = store_->add(prefix + "/arrived", 1);
       const auto deadline = steady_clock::now() + options_.timeout;
       for (milliseconds pause(1); arrived < options_.size;

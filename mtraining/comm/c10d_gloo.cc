@@ -106,7 +106,7 @@ class GlooCommunicator : public Communicator, public Breakable {
     return call();
   }
   void gather_bytes(const std::vector<uint8_t>& in, std::vector<uint8_t>& out);
-  void sum_parts(Job& job, const std::vector<uint8_t>& parts, int64_t part_bytes, void* to);
+  void reduce_parts(Job& job, const std::vector<uint8_t>& parts, int64_t part_bytes, void* to);
   std::string text(const std::string& call) const {
     return concat("communicator '", name_, "' rank ", rank_, ", ", call);
   }
@@ -173,6 +173,7 @@ class GlooCommunicator::ExchangeWork : public Work {
   c10::intrusive_ptr<c10d::Work> header_recv;
   std::vector<c10::intrusive_ptr<c10d::Work>> others;
   FailureBoardPtr board;
+  c10::intrusive_ptr<GlooGroup> group;
   std::string text, group_name;
   int from = 0;
   milliseconds timeout;
@@ -182,9 +183,7 @@ class GlooCommunicator::ExchangeWork : public Work {
     try {
       if (header_recv) header_recv->wait(timeout);
       // The tag of a part carries its size, so parts of other sizes wait unmatched while this is said.
-      MT_CHECK_ARG(received == expected, "communicator '", group_name,
-                   "': an exchange does not match: ", text, ", after ", expected.collectives,
-                   " collectives; rank ", from, " sends ", describe_header(received));
+      if (received != expected) refuse();
       for (const auto& work : others) work->wait(timeout);
     } catch (const InvalidArgument&) {
       throw;
@@ -195,6 +194,16 @@ class GlooCommunicator::ExchangeWork : public Work {
   }
 
  private:
+  /// The sender waits for a receive that will not come: it learns why from the board once the connections close.
+  [[noreturn]] void refuse() {
+    const std::string cause = concat(
+        "communicator '", group_name, "': an exchange does not match: ", text, ", after ",
+        expected.collectives, " collectives; rank ", from, " sends ", describe_header(received));
+    board->report(cause);
+    group->close_connections();
+    throw InvalidArgument(cause);
+  }
+
   static std::string describe_header(const Header& header) {
     std::string out = "[";
     for (int p = 0; p < std::min<int64_t>(header.parts, Header::kMaxParts); ++p)
@@ -232,6 +241,7 @@ WorkPtr GlooCommunicator::exchange(int to, std::vector<ConstBuffer> send, int fr
   work->sent = header_of(sent_to_[to]++, part_bytes(send));
   work->expected = header_of(received_from_[from]++, part_bytes(recv));
   work->board = board_;
+  work->group = group_;
   work->group_name = name_;
   work->from = from;
   work->timeout = timeout_;
@@ -349,11 +359,11 @@ void GlooCommunicator::gather_bytes(const std::vector<uint8_t>& in, std::vector<
   wait_for(issue([&] { return group_->_allgather_base(to, from); }));
 }
 
-void GlooCommunicator::sum_parts(Job& job, const std::vector<uint8_t>& parts, int64_t part_bytes,
-                                 void* to) {
+void GlooCommunicator::reduce_parts(Job& job, const std::vector<uint8_t>& parts, int64_t part_bytes,
+                                    void* to) {
   std::vector<const void*> sources;
   for (int r = 0; r < size_; ++r) sources.push_back(parts.data() + r * part_bytes);
-  reduce(job.call.type, ReduceOp::kSum, part_bytes / size_of(job.call.type), sources, {&to, 1});
+  reduce(job.call.type, job.call.op, part_bytes / size_of(job.call.type), sources, {&to, 1});
 }
 
 WorkPtr GlooCommunicator::all_gather(ConstBuffer send, std::vector<Buffer> recv) {
@@ -374,7 +384,7 @@ WorkPtr GlooCommunicator::reduce_scatter(std::vector<ConstBuffer> send, Buffer r
     at::Tensor to = wrap_bytes(parts.data(), static_cast<int64_t>(parts.size()));
     std::vector<int64_t> even;
     wait_for(issue([&] { return group_->alltoall_base(to, from, even, even); }));
-    sum_parts(job, parts, job.call.bytes, job.out.data());
+    reduce_parts(job, parts, job.call.bytes, job.out.data());
   });
 }
 
@@ -384,11 +394,10 @@ WorkPtr GlooCommunicator::all_reduce(Buffer data, ElementType type, ReduceOp op)
     const Call& call = job.call;
     job.out = job.in;
     if (call.bytes == 0) return;
-    const bool exact = call.op == ReduceOp::kMax || call.type == ElementType::kInt64 ||
-                       call.type == ElementType::kInt32;
     constexpr int64_t kSmallBytes =
         16384;  // one message is quicker than two rounds of smaller ones
-    if (exact && call.type != ElementType::kBFloat16) {
+    // Floats not by Gloo: its sums follow the ring and its maximum loses NaN.
+    if (call.type == ElementType::kInt64 || call.type == ElementType::kInt32) {
       std::vector<at::Tensor> tensors = {wrap(job.out.data(), call.bytes, call.type, at::kCPU)};
       c10d::AllreduceOptions options;
       options.reduceOp = call.op == ReduceOp::kSum ? c10d::ReduceOp::SUM : c10d::ReduceOp::MAX;
@@ -396,12 +405,9 @@ WorkPtr GlooCommunicator::all_reduce(Buffer data, ElementType type, ReduceOp op)
       return;
     }
     std::vector<uint8_t> parts;
-    if (call.bytes <= kSmallBytes || call.op == ReduceOp::kMax) {
+    if (call.bytes <= kSmallBytes) {
       gather_bytes(job.in, parts);
-      std::vector<const void*> sources;
-      for (int r = 0; r < size_; ++r) sources.push_back(parts.data() + r * call.bytes);
-      void* const to = job.out.data();
-      reduce(call.type, call.op, call.bytes / size_of(call.type), sources, {&to, 1});
+      reduce_parts(job, parts, call.bytes, job.out.data());
       return;
     }
     const int64_t element = size_of(call.type);
@@ -413,7 +419,7 @@ WorkPtr GlooCommunicator::all_reduce(Buffer data, ElementType type, ReduceOp op)
     std::vector<int64_t> even;
     wait_for(issue([&] { return group_->alltoall_base(to, from, even, even); }));
     std::vector<uint8_t> sum(static_cast<size_t>(part_bytes));
-    sum_parts(job, parts, part_bytes, sum.data());
+    reduce_parts(job, parts, part_bytes, sum.data());
     gather_bytes(sum, job.out);
   });
 }
