@@ -1,0 +1,102 @@
+// Safetensors: named tensors in a file. SafetensorsFile reads one through a memory mapping, SafetensorsWriter streams one.
+//
+// In:   a path. Out: names, dtypes, shapes, bytes; or a file. Next: weight_folder.h (shards), training_state.h.
+//
+// Form: u64 little endian length of the header; the header, a JSON object {name: {dtype, shape, data_offsets: [begin, end]}}
+// with an optional "__metadata__" of strings; then the data, little endian, row-major, without holes. Offsets count from the
+// end of the header. Everything is checked when the file is opened: a file that opens can be read to its end.
+// Source: the public safetensors format, whose Python package reads and writes the same files.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <filesystem>
+#include <map>
+#include <memory>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace mtraining::checkpoint {
+
+enum class StoredType { kF64, kF32, kBF16, kF16, kI64, kI32, kU8, kBool };
+int64_t bytes_of(StoredType type);
+/// As the format spells it: "BF16".
+std::string_view to_string(StoredType type);
+
+struct TensorSpec {
+  std::string name;
+  StoredType type = StoredType::kF32;
+  std::vector<int64_t> shape;  ///< empty: a scalar
+};
+/// Errors: InvalidArgument naming the tensor: a negative size, more than 2^62 bytes.
+int64_t num_elements(const TensorSpec& spec);
+int64_t num_bytes(const TensorSpec& spec);
+/// "F32 [2, 3]"
+std::string to_string(const TensorSpec& spec);
+
+struct StoredTensor {
+  TensorSpec spec;
+  int64_t begin = 0;  ///< bytes from the start of the file
+  int64_t end = 0;
+};
+
+/// A whole file, mapped read-only. Thread-safe once open. Movable.
+class SafetensorsFile {
+ public:
+  /// Errors, all naming file and offset or tensor: InvalidArgument: missing, no regular file, shorter than its header says,
+  /// a header that is no JSON, a name twice, an entry of another form, shape and dtype that do not give the byte range,
+  /// ranges that overlap, leave the file or leave holes. Unsupported: a dtype not in StoredType.
+  /// Cost: reads the header alone.
+  explicit SafetensorsFile(const std::filesystem::path& path);
+  SafetensorsFile(SafetensorsFile&&) noexcept;
+  SafetensorsFile& operator=(SafetensorsFile&&) noexcept;
+  ~SafetensorsFile();
+
+  const std::string& path() const { return path_; }
+  /// In the order of the file.
+  const std::vector<StoredTensor>& tensors() const { return tensors_; }
+  const std::map<std::string, std::string>& metadata() const { return metadata_; }
+  /// Null where there is none of this name.
+  const StoredTensor* find(std::string_view name) const;
+  /// Owned by this file; not necessarily aligned to the element size. Errors: InvalidArgument naming the file where there is
+  /// no tensor of this name.
+  std::span<const std::byte> data(std::string_view name) const;
+  std::span<const std::byte> data(const StoredTensor& tensor) const;
+
+ private:
+  struct Mapping;
+  void read_header(std::string_view header, int64_t data_begin);
+
+  std::string path_;
+  std::unique_ptr<Mapping> mapping_;
+  std::vector<StoredTensor> tensors_;
+  std::map<std::string, size_t, std::less<>> by_name_;
+  std::map<std::string, std::string> metadata_;
+};
+
+/// Writes a file whose tensors are known beforehand and whose data come in pieces. The header goes in last: a file whose
+/// writer did not finish() never opens. Not thread-safe.
+class SafetensorsWriter {
+ public:
+  /// Data begin at a multiple of 64 bytes and tensors of wide elements come first, so that all are aligned.
+  /// Errors: InvalidArgument on a name twice, an empty or reserved name; ExternalError where the disk has not room for it.
+  SafetensorsWriter(const std::filesystem::path& path, const std::vector<TensorSpec>& specs,
+                    const std::map<std::string, std::string>& metadata = {{"format", "pt"}});
+  ~SafetensorsWriter();
+
+  /// The next bytes of a tensor; tensors may come in any order and take turns.
+  /// Errors: InvalidArgument on an unknown name or more bytes than it holds; ExternalError (disk full, ..).
+  void write(std::string_view name, std::span<const std::byte> bytes);
+  /// Errors: InvalidArgument naming a tensor that did not get all its bytes. Flushes to the device.
+  void finish();
+  /// Of the whole file.
+  int64_t file_bytes() const;
+
+ private:
+  struct State;
+  std::unique_ptr<State> state_;
+};
+
+}  // namespace mtraining::checkpoint
