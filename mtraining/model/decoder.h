@@ -1,0 +1,95 @@
+// Decoder: a Qwen2-shaped language model as plain tensors and one function.
+//
+// In:   token ids [B, n] of this rank's shard, their positions [n], an attention function (train/ gives the ring).
+// Out:  hidden states [B, n, hidden] after the last norm; train/ turns them into a loss in chunks, never into whole logits.
+// Next: train/loss.h.
+//
+// h = h + o(attend(rope(q(norm(h))), rope(k(..)), v(..))); h = h + down(silu(gate(norm(h))) * up(norm(h))). Nothing here knows
+// ranks: all but attention works token by token. Parameters carry Hugging Face's names.
+// Source: the public Qwen2 architecture (RMSNorm, rotary positions, grouped queries with q/k/v bias, SwiGLU, tied head).
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace mtraining::model {
+
+/// Keys of [model] (named as in Hugging Face's config.json).
+struct DecoderConfig {
+  std::string architecture = "qwen2";
+  int64_t vocab_size = 0;
+  int64_t hidden_size = 0;
+  int64_t intermediate_size = 0;
+  int64_t num_hidden_layers = 0;
+  int64_t num_attention_heads = 0;
+  int64_t num_key_value_heads = 0;
+  int64_t head_dim = 0;  ///< explicit, never derived
+  double rope_theta = 10000.0;
+  double rms_norm_eps = 1e-6;
+  bool tie_word_embeddings = true;
+  double initializer_range =
+      0.02;  ///< standard deviation of matrices; those that write to the residual / sqrt(2 layers)
+  double embedding_initializer_range = 0.02;
+  at::ScalarType dtype = at::kFloat;  ///< of parameters and activations
+};
+/// Errors: InvalidArgument naming the key, what was expected and got. Unsupported: another architecture.
+void check(const DecoderConfig& config);
+
+struct Parameter {
+  std::string name;  ///< Hugging Face's
+  at::Tensor value;  ///< leaf with requires_grad
+};
+
+/// The decoder's tensors. Cheap to copy: copies share storage.
+struct LayerParameters {
+  at::Tensor input_norm;  // [hidden]
+  at::Tensor q_weight, k_weight, v_weight,
+      o_weight;                       // [H*D, hidden], [Hk*D, hidden] x 2, [hidden, H*D]
+  at::Tensor q_bias, k_bias, v_bias;  // [H*D], [Hk*D] x 2
+  at::Tensor post_attention_norm;     // [hidden]
+  at::Tensor gate_weight, up_weight, down_weight;  // [ffn, hidden] x 2, [hidden, ffn]
+};
+struct DecoderParameters {
+  at::Tensor embed_tokens;  // [vocab, hidden]
+  std::vector<LayerParameters> layers;
+  at::Tensor norm;     // [hidden]
+  at::Tensor lm_head;  // [vocab, hidden]; the same tensor as embed_tokens where tied
+
+  /// Every distinct tensor once, in a fixed order; the place in the list is the parameter's id.
+  std::vector<Parameter> list() const;
+};
+
+/// Every value is a function of (seed, parameter name, element) alone: the same for every number of ranks and threads.
+DecoderParameters init_parameters(const DecoderConfig& config, uint64_t seed);
+
+/// q [B, n, H, D], k, v [B, n, Hk, D] after RoPE -> [B, n, H, D]; differentiable. Softmax scale is 1 / sqrt(D).
+using Attend = std::function<at::Tensor(int64_t layer, const at::Tensor& q, const at::Tensor& k,
+                                        const at::Tensor& v)>;
+/// Called around each part of the model: "embed", "attention_input", "attention", "mlp". For traces.
+using PartObserver = std::function<void(std::string_view part, int64_t layer, bool begins)>;
+
+class Decoder {
+ public:
+  Decoder(const DecoderConfig& config, DecoderParameters parameters);
+
+  const DecoderConfig& config() const { return config_; }
+  const DecoderParameters& parameters() const { return parameters_; }
+  /// ids [B, n] int64, positions [n] int64 -> [B, n, hidden]. Errors: InvalidArgument on shapes.
+  at::Tensor forward(const at::Tensor& ids, const at::Tensor& positions, const Attend& attend,
+                     const PartObserver& observe = {}) const;
+  /// [vocab, hidden]
+  const at::Tensor& head_weight() const { return parameters_.lm_head; }
+  /// FLOPs of forward and backward a token without attention's pairs: 6 x matrix parameters (the head counted).
+  double dense_flops_per_token() const;
+
+ private:
+  DecoderConfig config_;
+  DecoderParameters parameters_;
+};
+
+}  // namespace mtraining::model

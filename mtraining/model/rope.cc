@@ -1,0 +1,32 @@
+#include "mtraining/model/rope.h"
+
+#include <ATen/ATen.h>
+
+#include "mtraining/base/check.h"
+
+namespace mtraining::model {
+
+RopeTable rope_table(const at::Tensor& positions, int64_t head_dim, double theta) {
+  MT_CHECK_ARG(head_dim >= 2 && head_dim % 2 == 0, "head_dim: expected an even number, got ",
+               head_dim);
+  MT_CHECK_ARG(positions.dim() == 1 && positions.scalar_type() == at::kLong,
+               "positions: expected [n] int64, got ", positions.sizes(), " ",
+               positions.scalar_type());
+  const at::TensorOptions options = positions.options().dtype(at::kFloat);
+  const at::Tensor exponents = at::arange(0, head_dim, 2, options) / static_cast<double>(head_dim);
+  const at::Tensor inverse_frequencies = 1.0 / at::pow(theta, exponents);
+  const at::Tensor phases =
+      (positions.to(at::kFloat).unsqueeze(1) * inverse_frequencies.unsqueeze(0)).unsqueeze(1);
+  return {at::cos(phases), at::sin(phases)};
+}
+
+at::Tensor apply_rope(const at::Tensor& x, const RopeTable& table) {
+  const int64_t half = x.size(-1) / 2;
+  const at::Tensor wide = x.scalar_type() == at::kDouble ? x : x.to(at::kFloat);
+  const at::Tensor first = wide.narrow(-1, 0, half), second = wide.narrow(-1, half, half);
+  return at::cat({first * table.cos - second * table.sin, second * table.cos + first * table.sin},
+                 -1)
+      .to(x.scalar_type());
+}
+
+}  // namespace mtraining::model

@@ -1,0 +1,47 @@
+// AdamW on the flat float32 master vector.
+//
+// In:   FlatParameters with a complete gradient, a learning rate. Out: the updated master; step count and moments.
+// Next: FlatParameters::publish().
+//
+// m = b1 m + (1 - b1) g; v = b2 v + (1 - b2) g^2; x -= lr (m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps) + decay x).
+// Source: decoupled weight decay (AdamW).
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+
+#include "mtraining/optim/flat_parameters.h"
+
+namespace mtraining::optim {
+
+struct AdamWOptions {
+  double beta1 = 0.9, beta2 = 0.95;
+  double eps = 1e-8;
+  double weight_decay = 0;
+};
+/// Errors: InvalidArgument naming the key.
+void check(const AdamWOptions& options);
+
+class AdamW {
+ public:
+  AdamW(const AdamWOptions& options, FlatParameters& parameters);
+  /// One update with the gradient that the parameters hold. Never called on a skipped step: then nothing here changes.
+  void step(double lr);
+  int64_t steps_taken() const { return steps_; }
+  const at::Tensor& first_moment() const { return first_; }
+  const at::Tensor& second_moment() const { return second_; }
+
+ private:
+  AdamWOptions options_;
+  FlatParameters& parameters_;
+  at::Tensor first_, second_;
+  int64_t steps_ = 0;
+};
+
+/// sqrt of the sum of squares, in float64. Not collective: the gradient vector is complete on every rank.
+double global_norm(const at::Tensor& flat);
+/// Scales `flat` by clip_norm / norm where norm > clip_norm > 0.
+void clip_by_norm(at::Tensor& flat, double norm, double clip_norm);
+
+}  // namespace mtraining::optim

@@ -1,0 +1,61 @@
+#include "mtraining/trace/metrics.h"
+
+#include <cmath>
+#include <nlohmann/json.hpp>
+
+#include "mtraining/base/check.h"
+
+namespace mtraining::trace {
+namespace {
+
+nlohmann::ordered_json number(double value) {
+  if (!std::isfinite(value)) return nullptr;
+  return value;
+}
+nlohmann::ordered_json number(const std::optional<double>& value) {
+  if (!value) return nullptr;
+  return number(*value);
+}
+
+}  // namespace
+
+std::string to_json(const StepMetrics& m) {
+  nlohmann::ordered_json row;
+  row["train_step"] = m.train_step;
+  row["loss"] = number(m.loss);
+  row["valid_loss"] = number(m.valid_loss);
+  row["valid_loss_dense"] = number(m.valid_loss_dense);
+  row["grad_norm"] = number(m.grad_norm);
+  row["lr"] = number(m.lr);
+  row["tokens"] = m.tokens;
+  row["tokens_total"] = m.tokens_total;
+  row["tokens_per_s"] = number(m.tokens_per_s);
+  row["tokens_per_s_per_gpu"] = number(m.tokens_per_s_per_gpu);
+  row["mfu"] = number(m.mfu);
+  row["step_s"] = number(m.step_s);
+  row["data_wait_s"] = number(m.data_wait_s);
+  row["attention_density"] = number(m.attention_density);
+  row["attention_recall"] = number(m.attention_recall);
+  row["attention_recall_worst"] = number(m.attention_recall_worst);
+  row["worker_imbalance"] = number(m.worker_imbalance);
+  row["step_imbalance"] = number(m.step_imbalance);
+  row["worker_imbalance_time"] = number(m.worker_imbalance_time);
+  row["step_imbalance_time"] = number(m.step_imbalance_time);
+  row["comm_bytes"] = m.comm_bytes;
+  row["peak_memory_bytes"] = m.peak_memory_bytes;
+  row["skipped"] = m.skipped;
+  row["heads_dense"] = m.heads_dense;
+  row["caps_hit"] = m.caps_hit;
+  return row.dump();
+}
+
+MetricsFile::MetricsFile(const std::filesystem::path& path) : path_(path.string()), out_(path) {
+  MT_CHECK_EXTERNAL(out_.good(), path_, ": cannot be created");
+}
+
+void MetricsFile::write(const StepMetrics& metrics) {
+  out_ << to_json(metrics) << '\n' << std::flush;
+  MT_CHECK_EXTERNAL(out_.good(), path_, ": writing failed (disk full?)");
+}
+
+}  // namespace mtraining::trace

@@ -1,0 +1,62 @@
+// MetricsFile: metrics.jsonl, one JSON object a train step.
+//
+// In:   values of one train step. Out: a line of <run>/metrics.jsonl, flushed. Next: plots, tables, users' scripts.
+//
+// A value that was not measured in a step (recall, validation loss, mfu on the CPU) is null, never 0. Loss may be null too:
+// JSON has no NaN.
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <fstream>
+#include <optional>
+#include <string>
+
+namespace mtraining::trace {
+
+/// Names of the fields are the keys of the file.
+struct StepMetrics {
+  int64_t train_step = 0;            ///< 1-based
+  double loss = 0;                   ///< mean over the step's valid tokens of all ranks
+  std::optional<double> valid_loss;  ///< with the run's own pattern
+  std::optional<double> valid_loss_dense;
+  double grad_norm = 0;  ///< before clipping
+  double lr = 0;
+  int64_t tokens = 0;  ///< real tokens of this step, all ranks
+  int64_t tokens_total = 0;
+  double tokens_per_s = 0;  ///< all ranks
+  double tokens_per_s_per_gpu = 0;
+  std::optional<double> mfu;  ///< null where the device's peak is unknown
+  double step_s = 0;
+  double data_wait_s = 0;                  ///< slowest rank
+  double attention_density = 1;            ///< mean over layers; the causal half is 1
+  std::optional<double> attention_recall;  ///< rows sampled elsewhere, mean over layers and heads
+  std::optional<double> attention_recall_worst;  ///< the worst head's
+  double worker_imbalance = 1;  ///< attention work (pairs): slowest rank / mean rank
+  double step_imbalance =
+      1;  ///< sum over ring steps of the slowest rank's pairs / mean rank's pairs
+  double worker_imbalance_time =
+      1;  ///< the same from measured time, which on shared cores holds scheduling noise
+  double step_imbalance_time = 1;
+  int64_t comm_bytes = 0;         ///< payload sent by all ranks in this step
+  int64_t peak_memory_bytes = 0;  ///< largest rank, since its start
+  int64_t skipped = 0;            ///< steps skipped so far because a gradient was not finite
+  int64_t heads_dense = 0;        ///< over layers and samples of the step
+  int64_t caps_hit = 0;
+};
+
+/// One line of JSON, without the newline.
+std::string to_json(const StepMetrics& metrics);
+
+class MetricsFile {
+ public:
+  /// Errors: ExternalError where the file cannot be created.
+  explicit MetricsFile(const std::filesystem::path& path);
+  void write(const StepMetrics& metrics);
+
+ private:
+  std::string path_;
+  std::ofstream out_;
+};
+
+}  // namespace mtraining::trace
