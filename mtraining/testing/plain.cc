@@ -11,7 +11,7 @@ namespace mtraining::testing {
 namespace {
 
 template <typename Real>
-Solution solve_in(const Problem& problem, const Mask& mask, Precision precision) {
+Solution solve_in(const Problem& problem, const Mask& mask, Precision precision, Delta source) {
   check(problem);
   const int64_t num_queries = problem.num_queries, num_keys = problem.num_keys,
                 dim = problem.head_dim;
@@ -79,6 +79,10 @@ Solution solve_in(const Problem& problem, const Mask& mask, Precision precision)
           ds[row + j] = stored(product(&dout[query_at(i)], &v[key_at(j)]));
           delta += p[row + j] * ds[row + j];
         }
+        if (source == Delta::kFromOut) {
+          delta = 0;
+          for (int64_t d = 0; d < dim; ++d) delta += dout[query_at(i) + d] * stored(out[d]);
+        }
         for (int64_t j = 0; j < num_keys; ++j) {
           if (visible[row + j] == 0) continue;
           ds[row + j] = stored(stored(p[row + j] * (ds[row + j] - delta)) * scale);
@@ -112,9 +116,9 @@ Solution solve_in(const Problem& problem, const Mask& mask, Precision precision)
 
 }  // namespace
 
-Solution solve_plain(const Problem& problem, const Mask& mask, Precision precision) {
-  return precision == Precision::kFloat64 ? solve_in<double>(problem, mask, precision)
-                                          : solve_in<float>(problem, mask, precision);
+Solution solve_plain(const Problem& problem, const Mask& mask, Precision precision, Delta delta) {
+  return precision == Precision::kFloat64 ? solve_in<double>(problem, mask, precision, delta)
+                                          : solve_in<float>(problem, mask, precision, delta);
 }
 
 }  // namespace mtraining::testing

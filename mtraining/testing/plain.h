@@ -12,6 +12,13 @@
 
 namespace mtraining::testing {
 
-Solution solve_plain(const Problem& problem, const Mask& mask, Precision precision);
+/// Where rowsum(P * dP) comes from in the backward pass.
+enum class Delta {
+  kFromProbabilities,  ///< that sum itself
+  kFromOut,  ///< rowsum(dout * out) of the stored out: all that passes in parts (tiles, ring steps) can have. Where one key
+  ///< takes nearly all of the weight, the rounding of out is not cancelled, and dq and dk are less exact.
+};
+Solution solve_plain(const Problem& problem, const Mask& mask, Precision precision,
+                     Delta delta = Delta::kFromProbabilities);
 
 }  // namespace mtraining::testing

@@ -1,0 +1,130 @@
+// Query-stationary forward: one task is one (sample, head, query block); its sums stay in scratch over all sources.
+#include <cmath>
+#include <limits>
+#include <memory>
+#include <vector>
+
+#include "mtraining/base/parallel.h"
+#include "mtraining/kernels/attention_kernels.h"
+#include "mtraining/kernels/merge_row.h"
+#include "mtraining/kernels/ref/tile_ops.h"
+#include "mtraining/kernels/ref/walk.h"
+#include "mtraining/kernels/validate.h"
+
+namespace mtraining::kernels::ref {
+namespace {
+
+template <typename T>
+struct ForwardScratch {
+  explicit ForwardScratch(int64_t depth)
+      : rows(kTile * depth),
+        q_lanes(kTile * depth),
+        out_lanes(kTile * depth),
+        values(kTile * depth),
+        scores(kTile * kTile) {}
+  Scratch<T> rows, q_lanes, out_lanes, values, scores;
+  alignas(64) T row_max[kTile], row_sum[kTile], rescale[kTile];
+  QueryTile<T> q;
+  KeyTile<T> k;
+};
+
+template <typename T>
+class Forward {
+ public:
+  explicit Forward(const ForwardParams& params)
+      : p_(params),
+        ops_(tile_ops<T>()),
+        depth_(padded_depth(params.head_dim)),
+        group_(params.num_q_heads / params.num_kv_heads) {}
+
+  void run() {
+    const int64_t num_q_blocks = blocks_of(p_.num_queries);
+    std::vector<std::unique_ptr<ForwardScratch<T>>> scratch(num_threads());
+    // Late query blocks see the most keys: they go first.
+    parallel_for(p_.batch * p_.num_q_heads * num_q_blocks, [&](int64_t task, int worker) {
+      if (!scratch[worker]) scratch[worker] = std::make_unique<ForwardScratch<T>>(depth_);
+      const int64_t row = task / num_q_blocks;
+      query_block(row / p_.num_q_heads, row % p_.num_q_heads,
+                  num_q_blocks - 1 - task % num_q_blocks, *scratch[worker]);
+    });
+  }
+
+ private:
+  void query_block(int64_t batch, int64_t head, int64_t q_block, ForwardScratch<T>& s) const {
+    const int64_t row = batch * p_.num_q_heads + head;
+    make_query_tile(p_, batch, q_block, s.q);
+    for (int i = 0; i < kTile; ++i) {
+      s.row_max[i] = -std::numeric_limits<T>::infinity();
+      s.row_sum[i] = 0;
+    }
+    bool loaded = false;
+    for (int n = 0; n < p_.num_sources; ++n) {
+      const KeySource& source = p_.sources[n];
+      const void* k_head = head_of(source.k, batch, head / group_, p_.dtype);
+      const void* v_head = head_of(source.v, batch, head / group_, p_.dtype);
+      for_each_key_tile(
+          p_, source, row, q_block, s.q, 0, blocks_of(source.num_keys), s.k,
+          [&](const KeyTile<T>& k) {
+            if (!loaded) {
+              ops_.load_rows(p_.dtype, head_of(p_.q, batch, head, p_.dtype), p_.q.stride_token,
+                             s.q.rows, kTile, p_.head_dim, depth_, s.rows);
+              ops_.transpose_to_lanes(s.rows, depth_, static_cast<T>(p_.softmax_scale), s.q_lanes);
+            }
+            ops_.load_rows(p_.dtype, k_head, source.k.stride_token, k.rows, k.num_keys, p_.head_dim,
+                           depth_, s.rows);
+            compute_scores<T>(ops_, p_, row, s.q, k, depth_, s.rows, s.q_lanes, s.scores);
+            const bool moved =
+                ops_.online_softmax(k.num_keys, s.scores, s.row_max, s.row_sum, s.rescale);
+            if (loaded && moved) ops_.scale_lanes(depth_, s.rescale, s.out_lanes);
+            ops_.load_rows(p_.dtype, v_head, source.v.stride_token, k.rows, k.num_keys, p_.head_dim,
+                           depth_, s.values);
+            ops_.product_transposed(depth_, kTile, k.num_keys, s.values, depth_, s.scores, kTile,
+                                    s.out_lanes, kTile, loaded);
+            loaded = true;
+          });
+    }
+    finish(batch, head, loaded, s);
+  }
+
+  /// Normalises the sums and writes them, or merges them into what is there.
+  void finish(int64_t batch, int64_t head, bool any, ForwardScratch<T>& s) const {
+    constexpr T kEmpty = -std::numeric_limits<T>::infinity();
+    if (!any && !p_.first) return;
+    if (any) {
+      for (int i = 0; i < kTile; ++i) s.rescale[i] = s.row_sum[i] == 0 ? T{1} : s.row_sum[i];
+      ops_.transpose_to_rows(s.out_lanes, depth_, s.rescale, s.rows);
+    }
+    T* out = head_of<T>(p_.out, batch, head) + s.q.first * p_.out.stride_token;
+    T* lse = static_cast<T*>(p_.lse) + (batch * p_.num_q_heads + head) * p_.num_queries + s.q.first;
+    for (int i = 0; i < s.q.num_rows; ++i, out += p_.out.stride_token) {
+      const bool empty = !any || s.row_sum[i] == 0;
+      const T row_lse = empty ? kEmpty : s.row_max[i] + std::log(s.row_sum[i]);
+      const T* row_out = s.rows + i * depth_;
+      if (!p_.first) {
+        merge_row(p_.head_dim, out, lse + i, row_out, row_lse);
+        continue;
+      }
+      for (int64_t d = 0; d < p_.head_dim; ++d) out[d] = empty ? T{0} : row_out[d];
+      lse[i] = row_lse;
+    }
+  }
+
+  const ForwardParams& p_;
+  const TileOps<T>& ops_;
+  const int64_t depth_;
+  const int64_t group_;  // query heads of a kv head
+};
+
+}  // namespace
+
+void forward(const ForwardParams& params) {
+  check(params);
+  check_lists(params);
+  if (params.dtype == DType::kFloat64) {
+    Forward<double>(params).run();
+  } else {
+    Forward<float>(params).run();
+  }
+}
+
+}  // namespace mtraining::kernels::ref
