@@ -305,6 +305,7 @@ TEST(Layout, WrongOptionsAreRefusedByName) {
   fails({.seq_len = -5, .cp_size = 1}, "seq_len");
   fails({.seq_len = 64, .cp_size = 0}, "cp_size");
   fails({.seq_len = 64, .cp_size = 2, .stripe = 48}, "stripe");
+  fails({.seq_len = 64, .cp_size = 2, .stripe = 96}, "stripe");
   fails({.seq_len = 64, .cp_size = 2, .stripe = 0}, "stripe");
   fails({.seq_len = 64, .cp_size = 2, .stripe = -64}, "stripe");
   fails({.seq_len = 64, .cp_size = 4, .nodes = 3}, "nodes");

@@ -1,0 +1,174 @@
+#include "mtraining/sim/event_simulation.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+
+#include "mtraining/base/check.h"
+#include "mtraining/sim/latency_model.h"
+
+namespace mtraining::sim {
+namespace {
+
+using ring::InnerKind;
+using ring::RingKind;
+using ring::ScheduleOptions;
+using topology::Topology;
+
+std::vector<ring::Schedule> schedules(const ScheduleOptions& options, bool backward) {
+  std::vector<ring::Schedule> all;
+  for (int rank = 0; rank < options.topology.cp_size(); ++rank) {
+    all.push_back(backward ? ring::backward_schedule(options, rank)
+                           : ring::forward_schedule(options, rank));
+  }
+  return all;
+}
+
+int launches(const ring::Schedule& schedule) {
+  return static_cast<int>(
+      std::count_if(schedule.ops.begin(), schedule.ops.end(),
+                    [](const ring::Op& op) { return op.kind == ring::OpKind::kLaunch; }));
+}
+
+CostModel by_latency(double intra_us, double inter_us) {
+  return {.inner = {.latency_us = intra_us, .bytes_per_us = 0},
+          .outer = {.latency_us = inter_us, .bytes_per_us = 0}};
+}
+
+double uniform_total_us(const ScheduleOptions& options, double shard_us, const CostModel& cost,
+                        bool backward = false) {
+  const auto ranks = schedules(options, backward);
+  const int count = launches(ranks[0]);
+  const double launch_us = shard_us * options.topology.cp_size() / count;
+  const std::vector<std::vector<double>> times(ranks.size(), std::vector<double>(count, launch_us));
+  return simulate(ranks, options.topology, times, cost).total_us;
+}
+
+TEST(EventSimulation, FlatRingArrivesAtTheClosedForm) {
+  for (const Topology& topology :
+       {Topology{4, 8}, Topology{2, 2}, Topology{2, 3}, Topology{1, 4}, Topology{4, 1}}) {
+    for (double inter : {20.0, 510.0, 980.0}) {
+      for (double compute : {100.0, 510.0, 2000.0}) {
+        const StepTimes times{.compute_ms = compute, .intra_ms = 130, .inter_ms = inter};
+        // Where a hop inside a node is the slowest, only a ring of such hops is bound by it
+        // throughout.
+        if (topology.nodes > 1 && inter < 130) continue;
+        EXPECT_NEAR(uniform_total_us({.topology = topology, .ring = RingKind::kFlat}, compute,
+                                     by_latency(130, inter)),
+                    flat_ring_ms(topology, times), 1e-6)
+            << topology::to_string(topology) << " " << inter << " " << compute;
+      }
+    }
+  }
+}
+
+TEST(EventSimulation, PaperNumbersComeOutOfTheSchedules) {
+  const CostModel cost = by_latency(130, 980);
+  const ScheduleOptions flat{.topology = {4, 8}, .ring = RingKind::kFlat};
+  EXPECT_NEAR(uniform_total_us(flat, 510, cost) / 1000 + 1.13 + 2.08, 34.10, 0.005);
+  const ScheduleOptions inner_ring{
+      .topology = {4, 8}, .ring = RingKind::kHierarchical, .inner = InnerKind::kRing};
+  EXPECT_NEAR(uniform_total_us(inner_ring, 510, cost) / 1000 + 1.13 + 2.08, 19.53, 0.005);
+  // The first gather has nothing to hide under; the others do.
+  const ScheduleOptions gather{
+      .topology = {4, 8}, .ring = RingKind::kHierarchical, .inner = InnerKind::kGather};
+  EXPECT_NEAR(uniform_total_us(gather, 510, cost), 32 * 510.0 + 7 * 130, 1e-6);
+}
+
+TEST(EventSimulation, OuterTransferHidesUnderTheNodeOnBothRingsAndBothDirections) {
+  for (InnerKind inner : {InnerKind::kRing, InnerKind::kGather}) {
+    const ScheduleOptions options{
+        .topology = {4, 8}, .ring = RingKind::kHierarchical, .inner = inner};
+    const double hidden = uniform_total_us(options, 510, by_latency(0, 0));
+    EXPECT_NEAR(uniform_total_us(options, 510, by_latency(0, 4000)), hidden, 1e-6);
+    EXPECT_GT(uniform_total_us(options, 510, by_latency(0, 5000)), hidden + 2000);
+    // Backward: (dk, dv) of the last outer step go home with nothing to hide under.
+    const double backward = uniform_total_us(options, 510, by_latency(0, 0), true);
+    EXPECT_NEAR(uniform_total_us(options, 510, by_latency(0, 4000), true), backward + 4000, 1e-6);
+  }
+}
+
+TEST(EventSimulation, NothingIsFasterThanComputationAndNothingSlowerThanOneAfterTheOther) {
+  for (const Topology& topology :
+       {Topology{1, 1}, Topology{2, 3}, Topology{3, 3}, Topology{4, 8}}) {
+    for (RingKind kind : {RingKind::kFlat, RingKind::kHierarchical}) {
+      for (InnerKind inner : {InnerKind::kGather, InnerKind::kRing}) {
+        for (int prefetch : {1, 2, 3}) {
+          for (bool backward : {false, true}) {
+            const ScheduleOptions options{
+                .topology = topology, .ring = kind, .inner = inner, .prefetch_steps = prefetch};
+            const auto ranks = schedules(options, backward);
+            std::vector<std::vector<double>> times(ranks.size());
+            double largest = 0, all = 0;
+            for (size_t r = 0; r < ranks.size(); ++r) {
+              double sum = 0;
+              for (int t = 0; t < launches(ranks[r]); ++t) {
+                times[r].push_back(10.0 + static_cast<double>((r * 7 + t * 13) % 11));
+                sum += times[r].back();
+              }
+              largest = std::max(largest, sum);
+              all += sum;
+            }
+            const Timeline timeline = simulate(ranks, topology, times, by_latency(3, 30));
+            double serial = all;
+            for (const auto& schedule : ranks)
+              serial += 100.0 * static_cast<double>(schedule.ops.size());
+            EXPECT_GE(timeline.total_us, largest);
+            EXPECT_LE(timeline.total_us, serial);
+            for (size_t r = 0; r < ranks.size(); ++r) {
+              for (const ring::Op& op : ranks[r].ops) {
+                const OpTime& time = timeline.ops[r][op.id];
+                EXPECT_GE(time.end_us, time.begin_us);
+                for (int earlier : op.after)
+                  EXPECT_GE(time.begin_us, timeline.ops[r][earlier].end_us);
+              }
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST(EventSimulation, PrefetchAbsorbsAlternatingLoads) {
+  // Every second launch is heavy. With one transfer ahead the light launches wait for hops that
+  // could have run before.
+  const ScheduleOptions near{.topology = {1, 8}, .ring = RingKind::kFlat, .prefetch_steps = 1};
+  ScheduleOptions far = near;
+  far.prefetch_steps = 3;
+  std::vector<std::vector<double>> times(8);
+  for (auto& rank : times) {
+    for (int t = 0; t < 8; ++t) rank.push_back(t % 2 == 0 ? 100 : 10);
+  }
+  const CostModel cost = by_latency(50, 0);
+  const double one = simulate(schedules(near, false), near.topology, times, cost).total_us;
+  const double three = simulate(schedules(far, false), far.topology, times, cost).total_us;
+  EXPECT_LT(three, one - 50);
+}
+
+TEST(EventSimulation, BytesAndLatencyMakeAHop) {
+  CostModel cost;
+  cost.kv_bytes = 16 << 20;
+  EXPECT_DOUBLE_EQ(kv_hop_us({.latency_us = 5, .bytes_per_us = 25e3}, cost), 5 + (16 << 20) / 25e3);
+}
+
+TEST(EventSimulation, ListsThatDoNotMatchAreAnErrorOfOurs) {
+  const ScheduleOptions options{.topology = {1, 2}, .ring = RingKind::kFlat};
+  auto ranks = schedules(options, false);
+  std::erase_if(ranks[1].ops,
+                [](const ring::Op& op) { return op.kind == ring::OpKind::kExchange; });
+  for (size_t i = 0; i < ranks[1].ops.size(); ++i) {
+    ranks[1].ops[i].id = static_cast<int>(i);
+    ranks[1].ops[i].after.clear();
+  }
+  const std::vector<std::vector<double>> times(2, {1, 1});
+  EXPECT_THROW(simulate(ranks, options.topology, times, by_latency(1, 1)), InternalError);
+  EXPECT_THROW(simulate(ranks, {1, 3}, times, by_latency(1, 1)), InvalidArgument);
+  EXPECT_THROW(
+      simulate(schedules(options, false), options.topology, {{1.0}, {1.0}}, by_latency(1, 1)),
+      InvalidArgument);
+}
+
+}  // namespace
+}  // namespace mtraining::sim
