@@ -106,8 +106,8 @@ TEST(Allocation, AMillionTokensOfSixteenHeadsIndexInLessThanFourMegabytes) {
   EXPECT_EQ(index.bytes(), 16 * (256 + 4096 + 2) * 4);
 }
 
-// Of the same choice, eight times the tokens: lists do not grow, only the bitmap (N / 64 bits) does.
-// N^2 would grow 64 times.
+// Of the same choice, eight times the tokens: lists do not grow, only the bitmap (N / 64 bits)
+// does. N^2 would grow 64 times.
 TEST(Allocation, NothingGrowsWithTheSquareOfTheLength) {
   for (const int cp_size : {8, 32}) {
     for (const int64_t stripe : {64, 128}) {

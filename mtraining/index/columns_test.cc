@@ -156,6 +156,32 @@ TEST(ColumnPlan, EveryRankComputesTheSamePlan) {
   }
 }
 
+// The worked example of docs/math/index.md.
+TEST(ColumnPlan, WorkedExample) {
+  const Index index =
+      make_index(1, 4, 2048, {{}, {}, {}, {}}, {{0, 5, 130, 700}, {0, 131}, {5}, {5, 600}});
+  const ColumnPlan plan =
+      plan_columns(index, Layout({LayoutKind::kBlockStriped, 2048, 4, 128, 1}), 2, 16384);
+  ASSERT_EQ(plan.union_rows, 7);
+  ASSERT_EQ(plan.slices.size(), 1u);
+  const ColumnSlice& slice = plan.slices[0];
+  EXPECT_EQ(slice.rows_per_rank, 4);
+  std::vector<std::vector<std::pair<int, int>>> packed(4);  // (kv head, offset)
+  for (int rank = 0; rank < 4; ++rank) {
+    for (const PackedRow& row : slice.rows[rank])
+      packed[rank].emplace_back(row.kv_head, row.offset);
+  }
+  using Rows = std::vector<std::pair<int, int>>;
+  EXPECT_EQ(packed[0], (Rows{{0, 0}, {0, 5}, {1, 5}, {1, 216}}));
+  EXPECT_EQ(packed[1], (Rows{{0, 2}, {0, 3}, {0, 188}}));
+  EXPECT_TRUE(packed[2].empty() && packed[3].empty());
+  const std::vector<std::vector<int32_t>> gathered = {{0, 1, 4, 6}, {0, 5}, {2}, {2, 3}};
+  for (int h = 0; h < 4; ++h) {
+    const auto begin = slice.gathered_rows.begin() + h * slice.capacity;
+    EXPECT_EQ(std::vector<int32_t>(begin, begin + slice.counts[h]), gathered[h]) << h;
+  }
+}
+
 TEST(ColumnPlan, NoColumnsNoSlices) {
   const ColumnPlan plan =
       plan_columns(dense_index(2, 4, 500), Layout({LayoutKind::kBlockStriped, 500, 4}), 2, 10);

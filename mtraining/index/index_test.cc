@@ -185,6 +185,14 @@ TEST(ComputedPairs, CountsWholeBlocksAndColumnsOutsideThem) {
   }
 }
 
+// The worked example of docs/math/index.md.
+TEST(ComputedPairs, WorkedExample) {
+  const Index index = make_index(1, 2, 2048, {{0, 5, 9}, {0, 5, 9}}, {{}, {700}});
+  EXPECT_EQ(computed_pairs(index, 0, 0), (32 + 27 + 23) * 4096);
+  EXPECT_EQ(computed_pairs(index, 0, 0), 335872);
+  EXPECT_EQ(computed_pairs(index, 0, 1), 335872 + 19 * 64);  // 22 query blocks, 3 on a diagonal
+}
+
 // A column inside a chosen diagonal is not counted again: with all diagonals, columns cost nothing.
 TEST(ComputedPairs, AColumnOnAChosenDiagonalCostsNothing) {
   std::vector<int32_t> all(50), every(64 * 50);

@@ -24,11 +24,11 @@ namespace mtraining::index {
 /// Owns the host memory that a kernels::BlockLists points to. Movable; `view()` is valid while it
 /// lives.
 ///
-/// Entries are one list for every query block of a head. (lambda, delta) and (lambda + 1, delta - m)
-/// share the local distance lambda * m + delta, and no query block has both: the list ascends by
-/// distance, then by lambda, and so the key blocks of a query block descend. The reader cuts it:
-/// 0 <= sl - lambda < stripes, 0 <= a - delta < m, and no block for a query block that begins at or
-/// beyond seq_len. CSR lists are cut already.
+/// Entries are one list for every query block of a head. (lambda, delta) and (lambda + 1,
+/// delta - m) share the local distance lambda * m + delta, and no query block has both: the list
+/// ascends by distance, then by lambda, and so the key blocks of a query block descend. The reader
+/// cuts it: 0 <= sl - lambda < stripes, 0 <= a - delta < m, and no block for a query block that
+/// begins at or beyond seq_len. CSR lists are cut already.
 struct StepBlocks {
   kernels::BlockListKind kind = kernels::BlockListKind::kEntries;
   int64_t blocks_per_stripe = 1;

@@ -138,6 +138,15 @@ TEST(StepIndex, EntriesAndCsrListTheSameBlocks) {
           ASSERT_EQ(entries.kind, kernels::BlockListKind::kEntries);
           ASSERT_EQ(csr.kind, kernels::BlockListKind::kCsr);
           for (int64_t r = 0; r < 6; ++r) {
+            // The order that params.h promises; equal distances by lambda.
+            const int64_t m = entries.blocks_per_stripe;
+            const kernels::Entry* list = entries.entries.data() + r * entries.capacity;
+            for (int32_t e = 1; e < entries.num_entries[r]; ++e) {
+              const auto place = [m](const kernels::Entry& entry) {
+                return std::pair(entry.lambda * m + entry.delta, entry.lambda);
+              };
+              ASSERT_LT(place(list[e - 1]), place(list[e])) << cases::name(layout);
+            }
             std::vector<std::pair<int64_t, int64_t>> from_entries, from_csr;
             contract::read_blocks(entries.view(), r, blocks, blocks, [&](int64_t q, int64_t k) {
               if (starts[q] < seq_len) from_entries.emplace_back(q, k);
@@ -272,19 +281,26 @@ TEST(StepIndex, ADiagonalGivesAtMostTwoEntriesAPairOfRanksAndLessThanTwoStripesR
 
 // The worked example of docs/math/index.md.
 TEST(StepIndex, WorkedExample) {
-  const int64_t seq_len =
-      64 * 32;  // 16 stripes of 2 blocks over 4 ranks: 4 local stripes, 8 local blocks a rank
-  const Layout layout({LayoutKind::kBlockStriped, seq_len, 4, 128, 1});
-  const Index index = make_index(1, 1, seq_len, {{0, 5, 9}}, {{}});
-  const StepBlocks step = step_blocks(index, layout, 3, 1);
-  ASSERT_EQ(step.num_entries[0], 1);
-  EXPECT_EQ(step.entries[0], (kernels::Entry{0, 1}));  // c = 5 = 2 * 2 + 1
-  const StepBlocks other = step_blocks(index, layout, 3, 0);
-  ASSERT_EQ(other.num_entries[0], 1);
-  EXPECT_EQ(other.entries[0], (kernels::Entry{0, -1}));  // c = 5 = 3 * 2 - 1
-  const StepBlocks next = step_blocks(index, layout, 0, 3);
-  ASSERT_EQ(next.num_entries[0], 1);
-  EXPECT_EQ(next.entries[0], (kernels::Entry{2, -1}));  // c = 9 = 5 * 2 - 1, u = 5 = 4 * 2 - 3
+  // 16 stripes of 2 blocks over 4 ranks: 4 local stripes, 8 local blocks a rank.
+  const Layout layout({LayoutKind::kBlockStriped, 2048, 4, 128, 1});
+  const Index index = make_index(1, 1, 2048, {{0, 5, 9}}, {{}});
+  const auto entries = [&](int rank, int source) {
+    const StepBlocks step = step_blocks(index, layout, rank, source);
+    return std::vector<kernels::Entry>(step.entries.begin(),
+                                       step.entries.begin() + step.num_entries[0]);
+  };
+  using Entries = std::vector<kernels::Entry>;
+  EXPECT_EQ(entries(3, 1), (Entries{{0, 1}}));          // c = 5 = 2 * 2 + 1, u = 2
+  EXPECT_EQ(entries(3, 0), (Entries{{0, -1}}));         // c = 5 = 3 * 2 - 1, u = 3
+  EXPECT_EQ(entries(0, 3), (Entries{{2, -1}}));         // c = 9 = 5 * 2 - 1, u = 5
+  EXPECT_EQ(entries(0, 0), (Entries{{0, 0}, {1, 1}}));  // c = 0, and c = 9 = 4 * 2 + 1
+  // What rank 0 meets of rank 3: its local blocks 4 and 6 (16 and 24 of the sequence) meet 1 and 3.
+  const StepBlocks csr = step_blocks_csr(index, layout, 0, 3);
+  EXPECT_EQ(csr.row_begin, (std::vector<int64_t>{0, 0, 0, 0, 0, 1, 1, 2, 2}));
+  EXPECT_EQ(csr.key_blocks, (std::vector<int32_t>{1, 3}));
+  const StepBlocks flipped = transpose(csr, 8);
+  EXPECT_EQ(flipped.row_begin, (std::vector<int64_t>{0, 0, 1, 1, 2, 2, 2, 2, 2}));
+  EXPECT_EQ(flipped.key_blocks, (std::vector<int32_t>{4, 6}));
 }
 
 TEST(StepIndex, StripedDenseIsTheCausalTriangleEachPairOnce) {

@@ -8,10 +8,10 @@
 // What runs is counted whole. On layouts with blocks a step's blocks are the 64x64 blocks of chosen
 // diagonals whose query block begins before seq_len, and a column counts 64 pairs per such query
 // block that is not before the column's block and not on a chosen diagonal with it. So the sum over
-// all (cp_rank, source_rank) is computed_pairs exactly, for every seq_len. On `striped` (dense only)
-// the units are 64 x 64 local tokens, each counted whole if any pair of it is causal: each unit of a
-// rank straddles the causal edge with every source, W of them instead of one, and the sum is larger
-// than computed_pairs; that is what runs there.
+// all (cp_rank, source_rank) is computed_pairs exactly, for every seq_len. On `striped` (dense
+// only) the units are 64 x 64 local tokens, each counted whole if any pair of it is causal: each
+// unit of a rank straddles the causal edge with every source, W of them instead of one, and the sum
+// is larger than computed_pairs; that is what runs there.
 #pragma once
 
 #include <cstdint>
