@@ -1,0 +1,172 @@
+#include "mtraining/checkpoint/weight_folder.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <nlohmann/json.hpp>
+
+#include "mtraining/checkpoint/scratch_folder.h"
+
+namespace mtraining::checkpoint {
+namespace {
+
+namespace fs = std::filesystem;
+using nlohmann::json;
+
+std::vector<std::byte> bytes_like(const TensorSpec& spec, int seed) {
+  std::vector<std::byte> bytes(static_cast<size_t>(num_bytes(spec)));
+  for (size_t i = 0; i < bytes.size(); ++i) bytes[i] = static_cast<std::byte>(seed * 31 + i);
+  return bytes;
+}
+
+std::vector<TensorSpec> specs() {
+  return {{"embed", StoredType::kF32, {4, 3}},  // 48 bytes each
+          {"layers.0", StoredType::kF32, {12}},
+          {"layers.1", StoredType::kF32, {2, 6}},
+          {"layers.2", StoredType::kF32, {3, 4}},
+          {"norm", StoredType::kBF16, {24}}};
+}
+
+void write_folder(const fs::path& folder, int64_t max_shard_bytes) {
+  WeightFolderWriter writer(folder, specs(), max_shard_bytes);
+  int seed = 0;
+  for (const TensorSpec& spec : specs()) writer.write(spec.name, bytes_like(spec, ++seed));
+  writer.finish();
+}
+
+void write_file(const fs::path& path, const std::vector<TensorSpec>& tensors, int seed) {
+  SafetensorsWriter writer(path, tensors);
+  for (const TensorSpec& spec : tensors) writer.write(spec.name, bytes_like(spec, seed));
+  writer.finish();
+}
+
+std::string open_error(const fs::path& folder) {
+  return error_of([&] { WeightFolder weights(folder); });
+}
+
+void expect_says(const std::string& error, const std::vector<std::string>& parts) {
+  for (const std::string& part : parts)
+    EXPECT_NE(error.find(part), std::string::npos) << "expected " << part << " in: " << error;
+}
+
+constexpr int64_t kShardSizes[] = {1, 48, 49, 96, 100, 144, 1000};
+
+TEST(WeightFolder, AnyShardSizeGivesTheSameTensors) {
+  for (const int64_t size : kShardSizes) {
+    const ScratchFolder folder;
+    write_folder(folder.path(), size);
+    const WeightFolder weights(folder.path());
+    const auto per_shard = std::max<int64_t>(size / 48, 1);
+    EXPECT_EQ(static_cast<int64_t>(weights.files().size()), (5 + per_shard - 1) / per_shard);
+    EXPECT_EQ(fs::exists(folder / "model.safetensors"), size == 1000);
+    EXPECT_EQ(weights.names().size(), 5u);
+    EXPECT_TRUE(weights.unused_files().empty());
+    int seed = 0;
+    for (const TensorSpec& spec : specs()) {
+      ASSERT_NE(weights.find(spec.name), nullptr);
+      EXPECT_EQ(weights.find(spec.name)->shape, spec.shape);
+      const auto want = bytes_like(spec, ++seed);
+      const auto got = weights.data(spec.name);
+      EXPECT_TRUE(std::equal(got.begin(), got.end(), want.begin(), want.end())) << spec.name;
+    }
+    expect_says(error_of([&] { weights.data("head"); }), {folder.path().string(), "\"head\""});
+  }
+}
+
+TEST(WeightFolder, MissingShardsAreAllNamedBeforeAnythingIsRead) {
+  const ScratchFolder folder;
+  write_folder(folder.path(), 48);
+  fs::remove(folder / "model-00002-of-00005.safetensors");
+  fs::remove(folder / "model-00004-of-00005.safetensors");
+  put_text(folder / "model-00001-of-00005.safetensors", "broken");  // found later than the missing
+  expect_says(open_error(folder.path()),
+              {"names 5 files, of which 2 are missing", "\"model-00002-of-00005.safetensors\"",
+               "\"model-00004-of-00005.safetensors\""});
+}
+
+TEST(WeightFolder, OnlyIndexedFilesCountAndOthersAreReported) {
+  const ScratchFolder folder;
+  write_folder(folder.path(), 96);
+  write_file(folder / "old.safetensors", specs(), 99);
+  write_file(folder / "model-00001-of-00002.safetensors", specs(), 98);
+  const WeightFolder weights(folder.path());
+  EXPECT_EQ(weights.unused_files(),
+            (std::vector<std::string>{"model-00001-of-00002.safetensors", "old.safetensors"}));
+  const auto want = bytes_like(specs()[0], 1);
+  const auto got = weights.data("embed");
+  EXPECT_TRUE(std::equal(got.begin(), got.end(), want.begin(), want.end()));
+
+  const ScratchFolder single;
+  write_folder(single.path(), 1000);
+  write_file(single / "old.safetensors", specs(), 99);
+  EXPECT_EQ(WeightFolder(single.path()).unused_files(),
+            std::vector<std::string>{"old.safetensors"});
+  EXPECT_EQ(WeightFolder(single.path()).data("embed")[0], bytes_like(specs()[0], 1)[0]);
+}
+
+TEST(WeightFolder, AFolderThatLoadersWouldReadDifferentlyIsRefused) {
+  const ScratchFolder folder;
+  write_folder(folder.path(), 96);
+  write_file(folder / "model.safetensors", specs(), 99);
+  expect_says(open_error(folder.path()), {"holds both model.safetensors and"});
+}
+
+TEST(WeightFolder, AnIndexThatDisagreesWithItsShardsIsRefused) {
+  const auto with = [](auto change) {
+    const ScratchFolder folder;
+    write_folder(folder.path(), 96);
+    json index = json::parse(get_text(folder / "model.safetensors.index.json"));
+    change(folder, index);
+    put_text(folder / "model.safetensors.index.json", index.dump());
+    return open_error(folder.path());
+  };
+  using Folder = const ScratchFolder&;
+  const std::string last = "model-00003-of-00003.safetensors";
+  EXPECT_EQ(with([](Folder, json&) {}), "");
+  expect_says(with([&](Folder, json& i) { i["weight_map"]["ghost"] = last; }),
+              {"expected tensor \"ghost\" in " + last, "does not hold it"});
+  expect_says(with([&](Folder, json& i) { i["weight_map"]["embed"] = last; }),
+              {"expected tensor \"embed\" in " + last, "but it is in model-00001"});
+  expect_says(with([](Folder, json& i) { i["weight_map"].erase("embed"); }),
+              {"model-00001-of-00003.safetensors", "does not name", "\"embed\""});
+  expect_says(with([&](Folder f, json&) {
+                write_file(f / last, {specs()[4], specs()[0]}, 7);
+              }),
+              {"\"embed\" is in two files", "model-00001", last});
+  expect_says(with([](Folder, json& i) { i["weight_map"]["embed"] = "../x.safetensors"; }),
+              {"same folder", "../x.safetensors"});
+  expect_says(with([](Folder, json& i) { i["weight_map"]["embed"] = 3; }), {"name of a file"});
+  expect_says(with([](Folder, json& i) { i["weight_map"] = json::object(); }), {"got none"});
+  expect_says(with([](Folder, json& i) { i.erase("weight_map"); }), {"object weight_map"});
+  expect_says(with([&](Folder f, json&) {
+                const std::string whole = get_text(f / last);
+                put_text(f / last, whole.substr(0, whole.size() - 1));
+              }),
+              {last, "truncated"});
+
+  const ScratchFolder folder;
+  write_folder(folder.path(), 96);
+  put_text(folder / "model.safetensors.index.json",
+           R"({"weight_map": {"a": "x.safetensors", "a": "y.safetensors"}})");
+  expect_says(open_error(folder.path()), {"duplicate name \"a\""});
+}
+
+TEST(WeightFolder, AFolderWithoutWeightsSaysWhatItHolds) {
+  const ScratchFolder folder;
+  expect_says(open_error(folder / "none"), {"expected a folder"});
+  expect_says(open_error(folder.path()), {"expected model.safetensors", "no safetensors file"});
+  write_file(folder / "weights.safetensors", specs(), 1);
+  expect_says(open_error(folder.path()), {"got \"weights.safetensors\""});
+}
+
+TEST(WeightFolder, WriterRefusesANameTwice) {
+  const ScratchFolder folder;
+  const TensorSpec spec{"w", StoredType::kU8, {4}};
+  expect_says(error_of([&] {
+                WeightFolderWriter(folder.path(), {spec, spec}, 4);
+              }),
+              {"\"w\" is given twice"});
+}
+
+}  // namespace
+}  // namespace mtraining::checkpoint
