@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <tuple>
+#include <utility>
 
 #include "mtraining/base/check.h"
 #include "mtraining/index/stripes.h"
@@ -249,21 +250,23 @@ StepColumns step_columns(const Index& index, const layout::Layout& layout, int s
   const int64_t heads = index.columns.rows;
   out.counts.assign(heads, 0);
   out.capacity = 1;
+  std::vector<std::pair<int32_t, int32_t>> found;  // (offset, position), head after head
   for (int64_t r = 0; r < heads; ++r) {
-    for (const int32_t position : index.columns.row(r))
-      out.counts[r] += layout.owner(position).cp_rank == source_rank;
+    for (const int32_t position : index.columns.row(r)) {
+      const layout::Owner owner = layout.owner(position);
+      if (owner.cp_rank != source_rank) continue;
+      found.emplace_back(static_cast<int32_t>(owner.offset), position);
+      ++out.counts[r];
+    }
     out.capacity = std::max<int64_t>(out.capacity, out.counts[r]);
   }
   out.rows.assign(heads * out.capacity, 0);
   out.positions.assign(heads * out.capacity, 0);
+  auto next = found.begin();
   for (int64_t r = 0; r < heads; ++r) {
-    int64_t at = r * out.capacity;
-    for (const int32_t position : index.columns.row(r)) {
-      const layout::Owner owner = layout.owner(position);
-      if (owner.cp_rank != source_rank) continue;
-      out.rows[at] = static_cast<int32_t>(owner.offset);
-      out.positions[at] = position;
-      ++at;
+    for (int32_t n = 0; n < out.counts[r]; ++n, ++next) {
+      out.rows[r * out.capacity + n] = next->first;
+      out.positions[r * out.capacity + n] = next->second;
     }
   }
   return out;

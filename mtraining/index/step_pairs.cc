@@ -155,6 +155,30 @@ int64_t step_pairs(const Index& index, const layout::Layout& layout, int cp_rank
   return pairs;
 }
 
+std::vector<int64_t> rank_step_pairs(const Index& index, const layout::Layout& layout, int cp_rank,
+                                     bool with_columns) {
+  check_ranks("rank_step_pairs", index.seq_len, layout, cp_rank, cp_rank);
+  std::vector<int64_t> pairs(layout.cp_size(), 0);
+  if (!layout.has_blocks()) {
+    for (int64_t row = 0; row < index.diagonals.rows; ++row) check_dense_on_striped(index, row);
+    for (int source = 0; source < layout.cp_size(); ++source) {
+      pairs[source] = index.diagonals.rows * striped_pairs(layout, cp_rank, source);
+    }
+    return pairs;
+  }
+  const Stripes stripes = make_stripes(layout);
+  const std::vector<int64_t> query_classes = stripes.classes_of(cp_rank);
+  const auto add = [&](int64_t, int64_t key_class, int64_t more) {
+    pairs[stripes.rank_of_class[key_class]] += more;
+  };
+  for (int64_t row = 0; row < index.diagonals.rows; ++row) {
+    const PairCounter counter(stripes, index.num_blocks(), index.diagonals.row(row));
+    for (const int64_t k : query_classes) counter.add_blocks(k, add);
+    if (with_columns) counter.add_columns(index.columns.row(row), query_classes, add);
+  }
+  return pairs;
+}
+
 std::vector<int64_t> step_pair_table(const Index& index, const layout::Layout& layout, int64_t row,
                                      bool with_columns) {
   check_ranks("step_pair_table", index.seq_len, layout, 0, 0);

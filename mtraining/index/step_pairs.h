@@ -28,6 +28,11 @@ namespace mtraining::index {
 int64_t step_pairs(const Index& index, const layout::Layout& layout, int cp_rank, int source_rank,
                    int64_t row, bool with_columns);
 
+/// step_pairs of cp_rank against every source, summed over all head rows, [cp_size]: one pass for
+/// all launches of a layer. Cost: O(diagonals + columns) a head.
+std::vector<int64_t> rank_step_pairs(const Index& index, const layout::Layout& layout, int cp_rank,
+                                     bool with_columns);
+
 /// step_pairs of every (cp_rank, source_rank), [cp_size * cp_size], cp_rank-major. Cost: O(W
 /// (diagonals + blocks that hold a column) + columns), so a head of 512K tokens over 128 ranks
 /// takes a few milliseconds.

@@ -80,6 +80,30 @@ TEST(StepPairs, EachPairOfRanksIsItsCellOfTheTable) {
   }
 }
 
+TEST(StepPairs, ARanksPairsAreItsRowsOfAllHeadsTables) {
+  const auto expect_rows = [](const Index& index, const Layout& layout) {
+    const int ranks = layout.cp_size();
+    for (const bool with_columns : {false, true}) {
+      std::vector<int64_t> all(ranks * ranks, 0);
+      for (int64_t r = 0; r < index.diagonals.rows; ++r) {
+        const std::vector<int64_t> table = step_pair_table(index, layout, r, with_columns);
+        for (int cell = 0; cell < ranks * ranks; ++cell) all[cell] += table[cell];
+      }
+      for (int rank = 0; rank < ranks; ++rank) {
+        ASSERT_EQ(
+            rank_step_pairs(index, layout, rank, with_columns),
+            std::vector<int64_t>(all.begin() + rank * ranks, all.begin() + (rank + 1) * ranks))
+            << cases::name(layout);
+      }
+    }
+  };
+  for (const int64_t seq_len : {100, 5003}) {
+    const Index index = cases::make_six_heads(35, seq_len);
+    for (const Layout& layout : cases::layouts(seq_len)) expect_rows(index, layout);
+    expect_rows(dense_index(2, 3, seq_len), Layout({LayoutKind::kStriped, seq_len, 4}));
+  }
+}
+
 TEST(StepPairs, SumOverEverythingIsComputedPairs) {
   for (const int64_t seq_len : {1, 65, 4096, 64 * 192 * 3, 50021}) {
     const Index index = cases::make_six_heads(33, seq_len);
