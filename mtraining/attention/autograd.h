@@ -20,23 +20,24 @@ struct AttentionPattern {
 };
 
 struct AttentionOutput {
-  at::Tensor out;                              ///< [B, n, H, D] q's dtype, differentiable
-  at::Tensor lse;                              ///< [B, H, n], not differentiable
+  at::Tensor out;  ///< [B, n, H, D] q's dtype, differentiable
+  at::Tensor lse;  ///< [B, H, n], not differentiable
   std::shared_ptr<const index::Index> index;
-  std::optional<pattern::Recall> recall;       ///< where asked for
+  std::optional<pattern::Recall> recall;  ///< where asked for
 };
 
 struct AttentionCall {
   AttentionPattern pattern;
-  double softmax_scale = 0;                     ///< 0: 1 / sqrt(head_dim)
-  at::Tensor document_starts;                   ///< [B, N] int32 or undefined
-  std::shared_ptr<const index::Index> index;    ///< given: replayed instead of built
+  double softmax_scale = 0;                   ///< 0: 1 / sqrt(head_dim)
+  at::Tensor document_starts;                 ///< [B, N] int32 or undefined
+  std::shared_ptr<const index::Index> index;  ///< given: replayed instead of built
   bool measure_recall = false;
   uint64_t recall_seed = 0;
 };
 
 /// Collective over the context's ranks.
-AttentionOutput sparse_ring_attention(RingContext& context, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+AttentionOutput sparse_ring_attention(RingContext& context, const at::Tensor& q,
+                                      const at::Tensor& k, const at::Tensor& v,
                                       const AttentionCall& call);
 
 }  // namespace mtraining::attention

@@ -24,11 +24,12 @@
 
 namespace mtraining::attention {
 
-enum class ColumnMode { kOnce, kPerStep };            // columns = "once" | "per_step"
+enum class ColumnMode { kOnce, kPerStep };             // columns = "once" | "per_step"
 enum class GradientTransport { kFloat32, kBFloat16 };  // gradient_transport = "fp32" | "bf16"
 
 struct RingOptions {
-  layout::LayoutOptions layout;     ///< seq_len, cp_size, kind, stripe; nodes is set here from ring and topology
+  layout::LayoutOptions
+      layout;  ///< seq_len, cp_size, kind, stripe; nodes is set here from ring and topology
   topology::Topology topology;
   ring::RingKind ring = ring::RingKind::kHierarchical;
   ring::InnerKind inner = ring::InnerKind::kGather;
@@ -42,10 +43,10 @@ struct RingOptions {
 
 /// One ring step as measured, for traces and imbalance.
 struct StepTiming {
-  const char* what = "";   ///< "forward" | "backward" | "columns" | "wait" | "index"
+  const char* what = "";  ///< "forward" | "backward" | "columns" | "wait" | "index"
   int ring_step = 0;
   int64_t begin_us = 0, end_us = 0;  ///< steady clock
-  int64_t pairs = 0;       ///< (query, key) pairs computed, all heads
+  int64_t pairs = 0;                 ///< (query, key) pairs computed, all heads
 };
 using StepObserver = std::function<void(const StepTiming&)>;
 
@@ -54,9 +55,11 @@ using StepObserver = std::function<void(const StepTiming&)>;
 class RingContext {
  public:
   /// Collective over all ranks of `transport` that call it with the same options: opens the communicators.
-  /// `members`: the job ranks of this context-parallel group in cp_rank order (all of the job's ranks if empty).
+  /// `members`: the job ranks of this context-parallel group in cp_rank order, ascending (all of the job's ranks if empty).
+  /// Every rank of the job belongs to exactly one group.
   /// Errors: InvalidArgument / Unsupported before any communication; an agreement check then names a differing option.
-  RingContext(const RingOptions& options, comm::Transport& transport, std::vector<int> members = {});
+  RingContext(const RingOptions& options, comm::Transport& transport,
+              std::vector<int> members = {});
   ~RingContext();
   RingContext(const RingContext&) = delete;
   RingContext& operator=(const RingContext&) = delete;
@@ -71,6 +74,10 @@ class RingContext {
   void set_observer(StepObserver observer);
   /// Payload bytes that this rank has sent on all of the context's communicators.
   int64_t bytes_sent() const;
+  /// The same on one channel of the ring; 0 where this ring does not use it.
+  int64_t bytes_sent(ring::Channel channel) const;
+  /// Memory of the buffers that calls share: slots of the rings, gathered columns, float32 state.
+  int64_t buffer_bytes() const;
 
   struct State;  ///< private to attention/
   State& state();
@@ -85,16 +92,20 @@ struct ForwardResult {
 };
 
 /// Shapes: q [B, n, H, D], k, v [B, n, Hk, D]; document_starts [B, N] int32 of the whole sequence, on every rank, or undefined.
-/// Collective over the context's ranks. Errors: InvalidArgument (shape, dtype, device) before any communication.
-ForwardResult ring_forward(RingContext& context, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                           const index::Index& index, double softmax_scale, const at::Tensor& document_starts = {});
+/// Collective over the context's ranks. Errors: InvalidArgument (shape, dtype, device) before any communication; a small
+/// agreement exchange then names what differs between ranks (shapes, index, documents) before any shard moves.
+/// Rows at padded positions: out = 0, lse = -inf, whatever q, k and v hold there. Any strides.
+ForwardResult ring_forward(RingContext& context, const at::Tensor& q, const at::Tensor& k,
+                           const at::Tensor& v, const index::Index& index, double softmax_scale,
+                           const at::Tensor& document_starts = {});
 
 struct BackwardResult {
   at::Tensor dq, dk, dv;  ///< shapes and dtype of q, k, v
 };
 /// dout [B, n, H, D]; out, lse as forward returned them. Collective.
-BackwardResult ring_backward(RingContext& context, const at::Tensor& dout, const at::Tensor& q, const at::Tensor& k,
-                             const at::Tensor& v, const at::Tensor& out, const at::Tensor& lse, const index::Index& index,
-                             double softmax_scale, const at::Tensor& document_starts = {});
+BackwardResult ring_backward(RingContext& context, const at::Tensor& dout, const at::Tensor& q,
+                             const at::Tensor& k, const at::Tensor& v, const at::Tensor& out,
+                             const at::Tensor& lse, const index::Index& index, double softmax_scale,
+                             const at::Tensor& document_starts = {});
 
 }  // namespace mtraining::attention

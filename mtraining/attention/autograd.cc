@@ -1,0 +1,153 @@
+#include "mtraining/attention/autograd.h"
+
+#include <ATen/ATen.h>
+#include <torch/csrc/autograd/custom_function.h>
+
+#include <cmath>
+
+#include "mtraining/attention/ring_call.h"
+#include "mtraining/attention/ring_context.h"
+#include "mtraining/attention/tensors.h"
+#include "mtraining/base/check.h"
+
+namespace mtraining::attention {
+namespace {
+
+/// What backward needs besides tensors. The context must outlive the graph.
+struct SavedCall : torch::CustomClassHolder {
+  RingContext* context = nullptr;
+  std::shared_ptr<const index::Index> index;
+  double softmax_scale = 0;
+};
+
+class SparseRingAttention : public torch::autograd::Function<SparseRingAttention> {
+ public:
+  static torch::autograd::variable_list forward(torch::autograd::AutogradContext* graph,
+                                                const at::Tensor& q, const at::Tensor& k,
+                                                const at::Tensor& v,
+                                                const c10::intrusive_ptr<SavedCall>& saved,
+                                                const at::Tensor& document_starts) {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    RingContext::State& state = saved->context->state();
+    const std::shared_ptr<IndexPlan> plan =
+        state.plans.find_or_make(saved->index, state.layout, state.cp_rank);
+    const ForwardResult result = ring_forward(
+        state, *plan,
+        checked_call(state, *plan, "forward", q, k, v, saved->softmax_scale, document_starts));
+    graph->save_for_backward({q, k, v, result.out, result.lse, document_starts});
+    graph->saved_data["call"] = c10::IValue::make_capsule(saved);
+    graph->mark_non_differentiable({result.lse});
+    return {result.out, result.lse};
+  }
+
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* graph,
+                                                 const torch::autograd::variable_list& grads) {
+    MT_CHECK_SUPPORTED(
+        !at::GradMode::is_enabled(),
+        "sparse ring attention: a second derivative (create_graph) is not supported");
+    const auto saved =
+        c10::static_intrusive_pointer_cast<SavedCall>(graph->saved_data["call"].toCapsule());
+    const torch::autograd::variable_list tensors = graph->get_saved_variables();
+    RingContext::State& state = saved->context->state();
+    const std::shared_ptr<IndexPlan> plan =
+        state.plans.find_or_make(saved->index, state.layout, state.cp_rank);
+    const BackwardResult result =
+        checked_backward(state, *plan, grads[0], tensors[0], tensors[1], tensors[2], tensors[3],
+                         tensors[4], saved->softmax_scale, tensors[5]);
+    return {result.dq, result.dk, result.dv, at::Tensor(), at::Tensor()};
+  }
+};
+
+pattern::LocalAttention local_attention(RingContext& context, const at::Tensor& q,
+                                        const at::Tensor& k, double softmax_scale,
+                                        const at::Tensor& document_starts) {
+  pattern::LocalAttention local;
+  local.layout = &context.layout();
+  local.cp_rank = context.cp_rank();
+  local.batch = q.size(0);
+  local.num_q_heads = q.size(2);
+  local.num_kv_heads = k.size(2);
+  local.head_dim = q.size(3);
+  local.dtype = kernel_dtype(q, "q");
+  local.softmax_scale =
+      softmax_scale > 0 ? softmax_scale : 1 / std::sqrt(static_cast<double>(q.size(3)));
+  local.q = const_view(q);
+  local.k = const_view(k);
+  local.document_starts =
+      document_starts.defined() ? document_starts.const_data_ptr<int32_t>() : nullptr;
+  return local;
+}
+
+/// All layers share one dense index, and so its plan.
+std::shared_ptr<const index::Index> shared_dense_index(RingContext::State& state, int64_t batch,
+                                                       int64_t num_q_heads) {
+  if (!state.dense || state.dense->batch != batch || state.dense->num_q_heads != num_q_heads) {
+    state.dense = std::make_shared<const index::Index>(index::dense_index(
+        static_cast<int>(batch), static_cast<int>(num_q_heads), state.layout.seq_len()));
+  }
+  return state.dense;
+}
+
+/// Before the pattern reads them; the index's own sizes are not known yet.
+void check_estimation_inputs(const RingContext& context, const at::Tensor& q, const at::Tensor& k,
+                             const at::Tensor& document_starts) {
+  const int64_t n = context.layout().tokens_per_rank();
+  MT_CHECK_ARG(q.defined() && q.dim() == 4 && q.size(1) == n, "q: expected [B, S_local=", n,
+               ", H, D], got ", shape_text(q));
+  MT_CHECK_ARG(k.defined() && k.dim() == 4, "k: expected [B=", q.size(0), ", S_local=", n,
+               ", Hk, D=", q.size(3), "], got ", shape_text(k));
+  check_tensor("k", k, {{"B", q.size(0)}, {"S_local", n}, {"Hk", k.size(2)}, {"D", q.size(3)}},
+               q.scalar_type(), q.device());
+  MT_CHECK_ARG(k.size(2) >= 1 && q.size(2) % k.size(2) == 0,
+               "k: expected num_kv_heads Hk that divides H=", q.size(2), ", got ", shape_text(k));
+  if (document_starts.defined()) {
+    check_tensor("document_starts", document_starts,
+                 {{"B", q.size(0)}, {"S", context.layout().seq_len()}}, at::kInt, at::kCPU);
+  }
+}
+
+}  // namespace
+
+AttentionOutput sparse_ring_attention(RingContext& context, const at::Tensor& q,
+                                      const at::Tensor& k, const at::Tensor& v,
+                                      const AttentionCall& call) {
+  RingContext::State& state = context.state();
+  const at::Tensor documents =
+      call.document_starts.defined() ? call.document_starts.contiguous() : at::Tensor();
+  AttentionOutput output;
+  output.index = call.index;
+  {
+    // The choice is not differentiated.
+    const at::NoGradGuard no_grad;
+    const bool estimate = !call.index && call.pattern.kind == pattern::PatternKind::kVerticalSlash;
+    if (estimate || call.measure_recall || !call.index)
+      check_estimation_inputs(context, q, k, documents);
+    const at::Tensor q_rows = with_contiguous_rows(q.detach()),
+                     k_rows = with_contiguous_rows(k.detach());
+    if (estimate) {
+      const int64_t begin_us = now_us();
+      output.index = std::make_shared<const index::Index>(pattern::build_vertical_slash(
+          local_attention(context, q_rows, k_rows, call.softmax_scale, documents),
+          call.pattern.vertical_slash, context.index_group()));
+      state.observe("index", 0, begin_us, 0);
+    } else if (!output.index) {
+      output.index = shared_dense_index(state, q.size(0), q.size(2));
+    }
+    if (call.measure_recall) {
+      output.recall = pattern::measure_recall(
+          local_attention(context, q_rows, k_rows, call.softmax_scale, documents),
+          call.pattern.vertical_slash, *output.index, context.index_group(), call.recall_seed);
+    }
+  }
+  auto saved = c10::make_intrusive<SavedCall>();
+  saved->context = &context;
+  saved->index = output.index;
+  saved->softmax_scale = call.softmax_scale;
+  const torch::autograd::variable_list results =
+      SparseRingAttention::apply(q, k, v, saved, documents);
+  output.out = results[0];
+  output.lse = results[1];
+  return output;
+}
+
+}  // namespace mtraining::attention

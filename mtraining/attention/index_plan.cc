@@ -1,0 +1,163 @@
+#include "mtraining/attention/index_plan.h"
+
+#include <algorithm>
+#include <span>
+
+namespace mtraining::attention {
+namespace {
+
+/// FNV-1a over 32-bit words.
+class Digest {
+ public:
+  void add(uint64_t word) {
+    for (int half = 0; half < 2; ++half)
+      value_ = (value_ ^ ((word >> (32 * half)) & 0xffffffffu)) * 0x100000001b3u;
+    value_ ^= value_ >> 29;
+  }
+  void add(const index::Lists& lists) {
+    add(static_cast<uint64_t>(lists.rows));
+    for (int64_t r = 0; r < lists.rows; ++r) {
+      const std::span<const int32_t> row = lists.row(r);
+      add(row.size());
+      for (int32_t v : row) add(static_cast<uint64_t>(v));
+    }
+  }
+  uint64_t value() const { return value_; }
+
+ private:
+  uint64_t value_ = 0xcbf29ce484222325u;
+};
+
+int64_t bytes_of(const index::StepBlocks& blocks) {
+  return static_cast<int64_t>(blocks.entries.size() * sizeof(kernels::Entry) +
+                              blocks.num_entries.size() * 4 + blocks.row_begin.size() * 8 +
+                              blocks.key_blocks.size() * 4);
+}
+int64_t bytes_of(const index::StepColumns& columns) {
+  return static_cast<int64_t>(
+      (columns.rows.size() + columns.positions.size() + columns.counts.size()) * 4);
+}
+
+}  // namespace
+
+IndexPlan::IndexPlan(std::shared_ptr<const index::Index> index, const layout::Layout& layout,
+                     int cp_rank)
+    : index_(std::move(index)), layout_(layout), cp_rank_(cp_rank) {
+  const auto ranks = static_cast<size_t>(layout.cp_size());
+  blocks_.resize(ranks);
+  step_columns_.resize(ranks);
+  block_pairs_.assign(ranks, -1);
+  column_pairs_.assign(ranks, -1);
+  for (int64_t r = 0; r < index_->columns.rows && !has_columns_; ++r)
+    has_columns_ = index_->columns.counts[r] > 0;
+}
+
+uint64_t IndexPlan::digest() {
+  if (!digest_) {
+    Digest digest;
+    digest.add(static_cast<uint64_t>(index_->batch));
+    digest.add(static_cast<uint64_t>(index_->num_q_heads));
+    digest.add(static_cast<uint64_t>(index_->seq_len));
+    digest.add(index_->diagonals);
+    digest.add(index_->columns);
+    digest_ = digest.value();
+  }
+  return *digest_;
+}
+
+const index::StepBlocks& IndexPlan::blocks(int source_rank) {
+  auto& made = blocks_[source_rank];
+  if (!made)
+    made = std::make_unique<index::StepBlocks>(
+        index::step_blocks(*index_, layout_, cp_rank_, source_rank));
+  return *made;
+}
+
+const index::StepColumns& IndexPlan::step_columns(int source_rank) {
+  auto& made = step_columns_[source_rank];
+  if (!made)
+    made = std::make_unique<index::StepColumns>(index::step_columns(*index_, layout_, source_rank));
+  return *made;
+}
+
+const index::DiagonalBitmap& IndexPlan::bitmap() {
+  if (!bitmap_) bitmap_ = index::diagonal_bitmap(*index_);
+  return *bitmap_;
+}
+
+const index::ColumnPlan& IndexPlan::column_plan(int num_kv_heads, int64_t max_rows_per_rank) {
+  if (!column_plan_ || plan_kv_heads_ != num_kv_heads || plan_max_rows_ != max_rows_per_rank) {
+    column_plan_ = index::plan_columns(*index_, layout_, num_kv_heads, max_rows_per_rank);
+    plan_kv_heads_ = num_kv_heads;
+    plan_max_rows_ = max_rows_per_rank;
+  }
+  return *column_plan_;
+}
+
+bool IndexPlan::union_too_large(int num_kv_heads) {
+  if (!union_too_large_ || union_kv_heads_ != num_kv_heads) {
+    union_too_large_ = index::union_too_large(*index_, num_kv_heads);
+    union_kv_heads_ = num_kv_heads;
+  }
+  return *union_too_large_;
+}
+
+int64_t IndexPlan::block_pairs(int source_rank) {
+  int64_t& pairs = block_pairs_[source_rank];
+  if (pairs < 0) {
+    pairs = 0;
+    for (int64_t r = 0; r < index_->diagonals.rows; ++r) {
+      pairs += index::step_pairs(*index_, layout_, cp_rank_, source_rank, r, false);
+    }
+  }
+  return pairs;
+}
+
+int64_t IndexPlan::column_pairs(int source_rank) {
+  if (!has_columns_) return 0;
+  int64_t& pairs = column_pairs_[source_rank];
+  if (pairs < 0) {
+    pairs = -block_pairs(source_rank);
+    for (int64_t r = 0; r < index_->diagonals.rows; ++r) {
+      pairs += index::step_pairs(*index_, layout_, cp_rank_, source_rank, r, true);
+    }
+  }
+  return pairs;
+}
+
+int64_t IndexPlan::bytes() const {
+  int64_t bytes = 0;
+  for (const auto& blocks : blocks_) bytes += blocks ? bytes_of(*blocks) : 0;
+  for (const auto& columns : step_columns_) bytes += columns ? bytes_of(*columns) : 0;
+  if (bitmap_) bytes += static_cast<int64_t>(bitmap_->bits.size() * 8);
+  if (column_plan_) {
+    for (const index::ColumnSlice& slice : column_plan_->slices) {
+      bytes += static_cast<int64_t>(
+          (slice.gathered_rows.size() + slice.positions.size() + slice.counts.size()) * 4);
+      for (const auto& rows : slice.rows)
+        bytes += static_cast<int64_t>(rows.size() * sizeof(index::PackedRow));
+    }
+  }
+  return bytes;
+}
+
+std::shared_ptr<IndexPlan> IndexPlanCache::find_or_make(
+    const std::shared_ptr<const index::Index>& index, const layout::Layout& layout, int cp_rank) {
+  constexpr int64_t kMaxBytes = int64_t{256} << 20;
+  std::erase_if(kept_, [](const Kept& kept) { return kept.index.expired(); });
+  for (const Kept& kept : kept_) {
+    if (kept.index.lock() == index) return kept.plan;
+  }
+  int64_t bytes = 0;
+  for (const Kept& kept : kept_) bytes += kept.plan->bytes();
+  while (!kept_.empty() && bytes > kMaxBytes) {
+    bytes -= kept_.front().plan->bytes();
+    kept_.erase(kept_.begin());
+  }
+  // The plan must not own the index, or no index of this cache would ever go away.
+  std::shared_ptr<const index::Index> unowned(std::shared_ptr<const index::Index>(), index.get());
+  kept_.push_back({index, std::make_shared<IndexPlan>(unowned, layout, cp_rank)});
+  return kept_.back().plan;
+}
+
+}  // namespace mtraining::attention

@@ -1,0 +1,76 @@
+// IndexPlan: the rank-local parts of one index, made when first asked for and kept: nothing is computed twice within a layer.
+//
+// In:   an index::Index, a Layout, this rank. Out: block lists and columns of each source, the union of columns, the bitmap.
+// Next: ring_attention.cc and column_exchange.cc hand them to kernels; forward, recomputation and backward share one plan.
+//
+// Memory: O(diagonals + columns) where the layout has stripes, O(blocks computed) of CSR on zigzag. One thread.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "mtraining/attention/ring_attention.h"
+#include "mtraining/index/columns.h"
+#include "mtraining/index/index.h"
+#include "mtraining/index/step_index.h"
+
+namespace mtraining::attention {
+
+class IndexPlan {
+ public:
+  IndexPlan(std::shared_ptr<const index::Index> index, const layout::Layout& layout, int cp_rank);
+
+  const index::Index& index() const { return *index_; }
+  bool has_columns() const { return has_columns_; }
+  /// A digest of the index: ranks with different ones must not meet.
+  uint64_t digest();
+
+  const index::StepBlocks& blocks(int source_rank);
+  const index::StepColumns& step_columns(int source_rank);
+  /// Of the heads' diagonals; only where there are columns.
+  const index::DiagonalBitmap& bitmap();
+  const index::ColumnPlan& column_plan(int num_kv_heads, int64_t max_rows_per_rank);
+  /// columns = "once" would move more than K and V themselves.
+  bool union_too_large(int num_kv_heads);
+
+  /// (query, key) pairs, all heads: of a source's blocks, and of all columns of all sources or of one.
+  int64_t block_pairs(int source_rank);
+  int64_t column_pairs(int source_rank);
+
+  int64_t bytes() const;
+
+ private:
+  std::shared_ptr<const index::Index> index_;
+  const layout::Layout& layout_;
+  int cp_rank_;
+  bool has_columns_ = false;
+  std::optional<uint64_t> digest_;
+  std::vector<std::unique_ptr<index::StepBlocks>> blocks_;  // by source rank
+  std::vector<std::unique_ptr<index::StepColumns>> step_columns_;
+  std::optional<index::DiagonalBitmap> bitmap_;
+  std::optional<index::ColumnPlan> column_plan_;
+  int plan_kv_heads_ = 0;
+  int64_t plan_max_rows_ = 0;
+  std::optional<bool> union_too_large_;
+  int union_kv_heads_ = 0;
+  std::vector<int64_t> block_pairs_, column_pairs_;  // -1: not counted yet
+};
+
+/// Plans by index object: a layer's forward, recomputation and backward pass the same index and find its plan. Forgets plans
+/// whose index is gone, and the oldest beyond a limit of bytes.
+class IndexPlanCache {
+ public:
+  std::shared_ptr<IndexPlan> find_or_make(const std::shared_ptr<const index::Index>& index,
+                                          const layout::Layout& layout, int cp_rank);
+
+ private:
+  struct Kept {
+    std::weak_ptr<const index::Index> index;
+    std::shared_ptr<IndexPlan> plan;
+  };
+  std::vector<Kept> kept_;  // oldest first
+};
+
+}  // namespace mtraining::attention

@@ -1,0 +1,253 @@
+#include "mtraining/attention/ring_attention.h"
+
+#include <ATen/ATen.h>
+
+#include <memory>
+#include <optional>
+#include <utility>
+
+#include "mtraining/attention/ring_call.h"
+#include "mtraining/attention/column_exchange.h"
+#include "mtraining/attention/ring_context.h"
+#include "mtraining/attention/ring_pass.h"
+#include "mtraining/attention/tensors.h"
+#include "mtraining/base/check.h"
+#include "mtraining/kernels/attention_kernels.h"
+
+namespace mtraining::attention {
+namespace {
+
+/// The columns of one call: exchanged once, or taken from each source as it comes.
+bool columns_are_exchanged(RingContext::State& state, IndexPlan& plan, int num_kv_heads) {
+  return plan.has_columns() && state.options.columns == ColumnMode::kOnce &&
+         state.layout.cp_size() > 1 && !plan.union_too_large(num_kv_heads);
+}
+
+/// What a launch of either direction needs besides its sources.
+class Launcher {
+ public:
+  Launcher(RingContext::State& state, IndexPlan& plan, RingSlots& slots, const RingCall& call,
+           bool columns_exchanged)
+      : state_(state),
+        plan_(plan),
+        slots_(slots),
+        with_columns_(plan.has_columns() && !columns_exchanged) {
+    common_.batch = call.q.size(0);
+    common_.num_queries = call.q.size(1);
+    common_.num_q_heads = call.q.size(2);
+    common_.num_kv_heads = call.k.size(2);
+    common_.head_dim = call.q.size(3);
+    common_.dtype = kernel_dtype(call.q, "q");
+    common_.softmax_scale = call.softmax_scale;
+    common_.seq_len = state.layout.seq_len();
+    common_.q = const_view(call.q);
+    common_.q_block_starts = state.block_starts[state.cp_rank].data();
+    common_.position_stride = state.layout.position_stride();
+    if (call.document_start.defined()) {
+      common_.document_start = call.document_start.const_data_ptr<int32_t>();
+      common_.document_stride_batch = call.document_start.stride(0);
+    }
+    if (plan.has_columns()) {
+      common_.diagonal_bits = plan.bitmap().bits.data();
+      common_.diagonal_words = plan.bitmap().words;
+    }
+  }
+
+  /// The sources of a ring launch, with gradients where the schedule names slots for them.
+  std::vector<kernels::KeySource> sources_of(const ring::Op& op) {
+    std::vector<kernels::KeySource> sources;
+    for (const ring::SourceRef& ref : op.sources) {
+      kernels::KeySource& source = sources.emplace_back();
+      source.k = const_view(slots_.k(ref.kv_slot));
+      source.v = const_view(slots_.v(ref.kv_slot));
+      source.num_keys = slots_.k(ref.kv_slot).size(1);
+      source.block_starts = state_.block_starts[ref.source_rank].data();
+      source.blocks = plan_.blocks(ref.source_rank).view();
+      if (with_columns_) source.columns = plan_.step_columns(ref.source_rank).view();
+      if (ref.grad_slot >= 0) {
+        source.dk = view(slots_.dk(ref.grad_slot));
+        source.dv = view(slots_.dv(ref.grad_slot));
+      }
+    }
+    return sources;
+  }
+
+  template <typename Params>
+  void fill(Params& params, const std::vector<kernels::KeySource>& sources) const {
+    static_cast<kernels::AttentionParams&>(params) = common_;
+    params.sources = sources.data();
+    params.num_sources = static_cast<int>(sources.size());
+  }
+
+  /// Counted only where somebody listens.
+  int64_t pairs_of(const ring::Op& op) {
+    int64_t pairs = 0;
+    for (const ring::SourceRef& source : op.sources) {
+      if (!state_.observer) break;
+      pairs += plan_.block_pairs(source.source_rank) +
+               (with_columns_ ? plan_.column_pairs(source.source_rank) : 0);
+    }
+    return pairs;
+  }
+  int64_t exchanged_column_pairs() {
+    int64_t pairs = 0;
+    for (int r = 0; state_.observer && r < state_.layout.cp_size(); ++r)
+      pairs += plan_.column_pairs(r);
+    return pairs;
+  }
+
+ private:
+  RingContext::State& state_;
+  IndexPlan& plan_;
+  RingSlots& slots_;
+  bool with_columns_;
+  kernels::AttentionParams common_;
+};
+
+}  // namespace
+
+ForwardResult ring_forward(RingContext::State& state, IndexPlan& plan, const RingCall& call) {
+  const at::ScalarType dtype = call.q.scalar_type(), held = state_type(dtype);
+  const at::Device device = call.q.device();
+  const at::TensorOptions state_options = at::TensorOptions().dtype(held).device(device);
+  // The result itself where no conversion follows.
+  at::Tensor out = held == dtype ? at::empty(call.q.sizes(), state_options)
+                                 : state.buffers.get("out", call.q.sizes(), held, device);
+  at::Tensor lse = at::empty({call.q.size(0), call.q.size(2), call.q.size(1)}, state_options);
+
+  const bool exchanged = columns_are_exchanged(state, plan, static_cast<int>(call.k.size(2)));
+  RingSlots slots(state.buffers, state.forward, call.k, call.v, held, held);
+  Launcher launcher(state, plan, slots, call, exchanged);
+  bool first = true;
+  const auto launch = [&](const std::vector<kernels::KeySource>& sources) {
+    kernels::ForwardParams params;
+    launcher.fill(params, sources);
+    params.out = view(out);
+    params.lse = lse.data_ptr();
+    params.first = std::exchange(first, false);
+    kernels::ref::forward(params);
+  };
+
+  std::optional<ColumnExchange> columns;
+  if (exchanged) {
+    columns.emplace(
+        state,
+        plan.column_plan(static_cast<int>(call.k.size(2)), state.options.max_column_rows_per_rank),
+        call.k, call.v);
+    columns->post_gather(0);  // travels under the ring
+  }
+  RingPass(state, state.forward, slots).run([&](const ring::Op& op) {
+    const int64_t begin_us = now_us();
+    launch(launcher.sources_of(op));
+    state.observe("forward", op.ring_step, begin_us, launcher.pairs_of(op));
+  });
+  for (int slice = 0; columns && slice < columns->num_slices(); ++slice) {
+    if (slice + 1 < columns->num_slices()) columns->post_gather(slice + 1);
+    const kernels::KeySource source = columns->gathered(slice);
+    const int64_t begin_us = now_us();
+    launch({source});
+    state.observe("columns", slice, begin_us, slice == 0 ? launcher.exchanged_column_pairs() : 0);
+  }
+  return {held == dtype ? out : out.to(dtype), lse};
+}
+
+BackwardResult ring_backward(RingContext::State& state, IndexPlan& plan, const RingCall& call,
+                             const at::Tensor& dout, const at::Tensor& out, const at::Tensor& lse) {
+  const at::ScalarType dtype = call.q.scalar_type(), held = state_type(dtype);
+  const at::Device device = call.q.device();
+  const at::ScalarType wire =
+      state.options.gradient_transport == GradientTransport::kBFloat16 ? at::kBFloat16 : held;
+  at::Tensor dq = state.buffers.get("dq", call.q.sizes(), held, device).zero_();
+  at::Tensor delta = state.buffers.get("delta", lse.sizes(), held, device);
+
+  const bool exchanged = columns_are_exchanged(state, plan, static_cast<int>(call.k.size(2)));
+  RingSlots slots(state.buffers, state.backward, call.k, call.v, held, wire);
+  Launcher launcher(state, plan, slots, call, exchanged);
+  const auto fill = [&](kernels::BackwardParams& params,
+                        const std::vector<kernels::KeySource>& sources) {
+    launcher.fill(params, sources);
+    params.dout = const_view(dout);
+    params.lse = lse.const_data_ptr();
+    params.delta = delta.const_data_ptr();
+    params.dq = view(dq);
+    params.deterministic = state.options.deterministic;
+  };
+  {
+    kernels::BackwardParams params;
+    fill(params, {});
+    const at::Tensor held_out = with_contiguous_rows(out.to(held));
+    kernels::ref::delta(params, const_view(held_out), delta.data_ptr());
+  }
+  const auto launch = [&](const std::vector<kernels::KeySource>& sources) {
+    kernels::BackwardParams params;
+    fill(params, sources);
+    kernels::ref::backward(params);
+  };
+
+  std::optional<ColumnExchange> columns;
+  if (exchanged) {
+    columns.emplace(
+        state,
+        plan.column_plan(static_cast<int>(call.k.size(2)), state.options.max_column_rows_per_rank),
+        call.k, call.v);
+    columns->post_gather(0);
+    for (int slice = 0; slice < columns->num_slices(); ++slice) {
+      if (slice + 1 < columns->num_slices()) columns->post_gather(slice + 1);
+      kernels::KeySource source = columns->gathered(slice);
+      columns->add_gradient_buffers(slice, source, held);
+      const int64_t begin_us = now_us();
+      launch({source});
+      state.observe("columns", slice, begin_us, slice == 0 ? launcher.exchanged_column_pairs() : 0);
+      columns->post_reduce(slice, wire);  // travels under the ring
+    }
+  }
+  RingPass(state, state.backward, slots).run([&](const ring::Op& op) {
+    const int64_t begin_us = now_us();
+    launch(launcher.sources_of(op));
+    state.observe("backward", op.ring_step, begin_us, launcher.pairs_of(op));
+  });
+  at::Tensor& dk = slots.dk(state.backward.home_grad_slot);
+  at::Tensor& dv = slots.dv(state.backward.home_grad_slot);
+  if (columns) columns->add_reduced_to(dk, dv);
+  // Copies: the buffers belong to the next call.
+  return {dq.to(dtype, false, true), dk.to(dtype, false, true), dv.to(dtype, false, true)};
+}
+
+namespace {
+
+/// A plan of an index that only this call knows.
+IndexPlan plan_of(const RingContext::State& state, const index::Index& index) {
+  return {std::shared_ptr<const index::Index>(std::shared_ptr<const index::Index>(), &index),
+          state.layout, state.cp_rank};
+}
+
+}  // namespace
+
+ForwardResult ring_forward(RingContext& context, const at::Tensor& q, const at::Tensor& k,
+                           const at::Tensor& v, const index::Index& index, double softmax_scale,
+                           const at::Tensor& document_starts) {
+  IndexPlan plan = plan_of(context.state(), index);
+  return ring_forward(
+      context.state(), plan,
+      checked_call(context.state(), plan, "forward", q, k, v, softmax_scale, document_starts));
+}
+
+BackwardResult ring_backward(RingContext& context, const at::Tensor& dout, const at::Tensor& q,
+                             const at::Tensor& k, const at::Tensor& v, const at::Tensor& out,
+                             const at::Tensor& lse, const index::Index& index, double softmax_scale,
+                             const at::Tensor& document_starts) {
+  IndexPlan plan = plan_of(context.state(), index);
+  return checked_backward(context.state(), plan, dout, q, k, v, out, lse, softmax_scale,
+                          document_starts);
+}
+
+BackwardResult checked_backward(RingContext::State& state, IndexPlan& plan, const at::Tensor& dout,
+                                const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                const at::Tensor& out, const at::Tensor& lse, double softmax_scale,
+                                const at::Tensor& document_starts) {
+  check_gradient_inputs(q, dout, out, lse);
+  const RingCall call = checked_call(state, plan, "backward", q, k, v, softmax_scale, document_starts);
+  return ring_backward(state, plan, call, with_contiguous_rows(dout), out, lse.contiguous());
+}
+
+}  // namespace mtraining::attention

@@ -1,0 +1,39 @@
+// RingCall: the checked inputs of one forward or backward, and the agreement of all ranks that they mean the same one.
+//
+// In:   what the caller passed. Out: tensors as kernels and transports need them; or InvalidArgument, before any shard moves.
+// Next: ring_attention.cc runs it, autograd.cc makes it.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include "mtraining/attention/ring_context.h"
+
+namespace mtraining::attention {
+
+struct RingCall {
+  at::Tensor q;     ///< [B, n, H, D], rows contiguous
+  at::Tensor k, v;  ///< [B, n, Hk, D], contiguous: they travel
+  double softmax_scale = 0;
+  at::Tensor document_start;  ///< [B, n] int32 of this rank's rows, or undefined
+};
+
+/// Collective (one small exchange, on the CPU only: on a GPU it would synchronise with the host). Errors: InvalidArgument,
+/// Unsupported naming the input, what was expected and got.
+RingCall checked_call(RingContext::State& state, IndexPlan& plan, const char* direction,
+                  const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                  double softmax_scale, const at::Tensor& document_starts);
+/// Local. dout and out as q, lse [B, H, n].
+void check_gradient_inputs(const at::Tensor& q, const at::Tensor& dout, const at::Tensor& out,
+                           const at::Tensor& lse);
+
+ForwardResult ring_forward(RingContext::State& state, IndexPlan& plan, const RingCall& call);
+/// dout: rows contiguous; lse contiguous.
+BackwardResult ring_backward(RingContext::State& state, IndexPlan& plan, const RingCall& call,
+                             const at::Tensor& dout, const at::Tensor& out, const at::Tensor& lse);
+/// Both checks, then ring_backward.
+BackwardResult checked_backward(RingContext::State& state, IndexPlan& plan, const at::Tensor& dout,
+                                const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                const at::Tensor& out, const at::Tensor& lse, double softmax_scale,
+                                const at::Tensor& document_starts);
+
+}  // namespace mtraining::attention

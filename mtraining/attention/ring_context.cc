@@ -1,0 +1,242 @@
+#include "mtraining/attention/ring_context.h"
+
+#include <algorithm>
+#include <cstring>
+#include <iterator>
+#include <numeric>
+#include <set>
+#include <sstream>
+
+#include "mtraining/base/check.h"
+
+namespace mtraining::attention {
+namespace {
+
+/// Options as numbers that ranks compare, with the names that an error gives them.
+constexpr const char* kOptionNames[] = {"parallel.cp_size",
+                                        "seq_len",
+                                        "attention.layout",
+                                        "attention.stripe",
+                                        "nodes",
+                                        "parallel.cp_inner_size",
+                                        "attention.ring",
+                                        "attention.inner",
+                                        "attention.ring_stride",
+                                        "attention.prefetch_steps",
+                                        "attention.columns",
+                                        "attention.gradient_transport",
+                                        "max_column_rows_per_rank",
+                                        "attention.deterministic"};
+using OptionValues = std::array<int64_t, std::size(kOptionNames)>;
+
+OptionValues values_of(const RingOptions& options) {
+  return {options.layout.cp_size,
+          options.layout.seq_len,
+          static_cast<int64_t>(options.layout.kind),
+          options.layout.stripe,
+          options.topology.nodes,
+          options.topology.ranks_per_node,
+          static_cast<int64_t>(options.ring),
+          static_cast<int64_t>(options.inner),
+          options.ring_stride,
+          options.prefetch_steps,
+          static_cast<int64_t>(options.columns),
+          static_cast<int64_t>(options.gradient_transport),
+          options.max_column_rows_per_rank,
+          options.deterministic};
+}
+
+/// Everything that can be seen to be wrong on one rank, before any communication.
+RingOptions checked(RingOptions options, const comm::Transport& transport,
+                    const std::vector<int>& members) {
+  const int cp_size = options.layout.cp_size;
+  MT_CHECK_ARG(options.topology.nodes >= 1 && options.topology.ranks_per_node >= 1,
+               "topology: expected at least 1x1, got ", topology::to_string(options.topology));
+  MT_CHECK_ARG(options.topology.cp_size() == cp_size,
+               "topology: expected nodes x ranks_per_node = cp_size ", cp_size, ", got ",
+               topology::to_string(options.topology),
+               options.ring == ring::RingKind::kHierarchical
+                   ? " (ring = hierarchical needs parallel.cp_inner_size)"
+                   : "");
+  MT_CHECK_ARG(static_cast<int>(members.size()) == cp_size, "cp_size: expected the ",
+               members.size(), " ranks of the context-parallel group, got ", cp_size);
+  MT_CHECK_ARG(std::find(members.begin(), members.end(), transport.rank()) != members.end(),
+               "rank ", transport.rank(), " is not in its own context-parallel group");
+  MT_CHECK_ARG(
+      std::adjacent_find(members.begin(), members.end(), std::greater_equal<>()) == members.end(),
+      "members: expected ascending ranks");
+  MT_CHECK_ARG(options.prefetch_steps >= 1, "attention.prefetch_steps: expected >= 1, got ",
+               options.prefetch_steps);
+  MT_CHECK_ARG(options.max_column_rows_per_rank >= 1,
+               "max_column_rows_per_rank: expected >= 1, got ", options.max_column_rows_per_rank);
+  options.layout.nodes = options.ring == ring::RingKind::kHierarchical ? options.topology.nodes : 1;
+  return options;
+}
+
+std::vector<int> all_ranks(int size) {
+  std::vector<int> members(static_cast<size_t>(size));
+  std::iota(members.begin(), members.end(), 0);
+  return members;
+}
+
+template <typename T>
+std::vector<T> gather_values(comm::Communicator& group, const T* mine, int64_t count) {
+  std::vector<T> all(static_cast<size_t>(count * group.size()));
+  std::vector<comm::Buffer> parts;
+  const int64_t bytes = count * static_cast<int64_t>(sizeof(T));
+  for (int r = 0; r < group.size(); ++r) parts.push_back({all.data() + r * count, bytes});
+  group.all_gather({mine, bytes}, parts)->wait();
+  return all;
+}
+
+void agree_on_options(const RingOptions& options, comm::Communicator& job) {
+  const OptionValues mine = values_of(options);
+  const std::vector<int64_t> all = gather_values(job, mine.data(), std::ssize(mine));
+  for (int r = 0; r < job.size(); ++r) {
+    for (size_t i = 0; i < mine.size(); ++i) {
+      const int64_t other = all[static_cast<size_t>(r) * mine.size() + i];
+      MT_CHECK_ARG(other == mine[i], kOptionNames[i], ": ranks differ: rank ", job.rank(), " has ",
+                   mine[i], ", rank ", r, " has ", other);
+    }
+  }
+}
+
+/// All context-parallel groups of the job, ascending: opening a communicator is a call of all ranks of the job.
+std::vector<std::vector<int>> agree_on_groups(const std::vector<int>& members,
+                                              comm::Communicator& job) {
+  const std::vector<int> all = gather_values(job, members.data(), std::ssize(members));
+  std::set<std::vector<int>> groups;
+  for (auto at = all.begin(); at != all.end(); at += std::ssize(members))
+    groups.emplace(at, at + std::ssize(members));
+  std::set<int> seen;
+  for (const std::vector<int>& group : groups) seen.insert(group.begin(), group.end());
+  MT_CHECK_ARG(
+      seen.size() == groups.size() * members.size() && static_cast<int>(seen.size()) == job.size(),
+      "members: the context-parallel groups of the ranks overlap");
+  return {groups.begin(), groups.end()};
+}
+
+struct ChannelGroups {
+  ring::Channel channel;
+  const char* name;
+  std::vector<std::vector<int>> cp_ranks;
+};
+
+/// Which cp ranks talk to one another on each channel that this ring uses.
+std::vector<ChannelGroups> channel_groups(const RingOptions& options) {
+  const topology::Topology& topology = options.topology;
+  if (options.ring == ring::RingKind::kFlat) {
+    const std::vector<std::vector<int>> all = {all_ranks(topology.cp_size())};
+    return {{ring::Channel::kFlatKv, "kv", all}, {ring::Channel::kFlatGrad, "grad", all}};
+  }
+  std::vector<std::vector<int>> inner(static_cast<size_t>(topology.nodes)),
+      outer(static_cast<size_t>(topology.ranks_per_node));
+  for (int r = 0; r < topology.cp_size(); ++r) {
+    inner[topology.node(r)].push_back(r);
+    outer[topology.local_rank(r)].push_back(r);
+  }
+  return {{ring::Channel::kInnerKv, "inner kv", inner},
+          {ring::Channel::kOuterKv, "outer kv", outer},
+          {ring::Channel::kInnerGrad, "inner grad", inner},
+          {ring::Channel::kOuterGrad, "outer grad", outer}};
+}
+
+}  // namespace
+
+int64_t now_us() {
+  return std::chrono::duration_cast<std::chrono::microseconds>(
+             std::chrono::steady_clock::now().time_since_epoch())
+      .count();
+}
+
+RingContext::State::State(const RingOptions& given, comm::Transport& transport,
+                          std::vector<int> members)
+    : options(checked(given, transport, members)), layout(options.layout) {
+  cp_rank = static_cast<int>(std::find(members.begin(), members.end(), transport.rank()) -
+                             members.begin());
+  const ring::ScheduleOptions schedule{.topology = options.topology,
+                                       .ring = options.ring,
+                                       .inner = options.inner,
+                                       .ring_stride = options.ring_stride,
+                                       .prefetch_steps = options.prefetch_steps};
+  forward = ring::forward_schedule(schedule, cp_rank);
+  backward = ring::backward_schedule(schedule, cp_rank);
+  positions = layout.positions(cp_rank);
+  for (int r = 0; r < layout.cp_size(); ++r) block_starts.push_back(layout.block_starts(r));
+
+  comm::CommunicatorPtr job = transport.open("attention agreement", all_ranks(transport.size()));
+  agree_on_options(options, *job);
+  for (const std::vector<int>& group : agree_on_groups(members, *job)) {
+    const auto open = [&](const char* name, const std::vector<int>& cp_ranks) {
+      std::vector<int> ranks;
+      for (int r : cp_ranks) ranks.push_back(group[r]);
+      return transport.open(concat("attention ", name), ranks);
+    };
+    const std::vector<int> all = all_ranks(layout.cp_size());
+    if (auto opened = open("index", all)) index_group = opened;
+    if (auto opened = open("columns", all)) columns_group = opened;
+    for (const ChannelGroups& channel : channel_groups(options)) {
+      for (const std::vector<int>& cp_ranks : channel.cp_ranks) {
+        if (auto opened = open(channel.name, cp_ranks))
+          channels[static_cast<size_t>(channel.channel)] = opened;
+      }
+    }
+  }
+}
+
+int RingContext::State::group_rank(ring::Channel channel, int rank) const {
+  switch (channel) {
+    case ring::Channel::kFlatKv:
+    case ring::Channel::kFlatGrad:
+      return rank;
+    case ring::Channel::kInnerKv:
+    case ring::Channel::kInnerGrad:
+      return options.topology.local_rank(rank);
+    case ring::Channel::kOuterKv:
+    case ring::Channel::kOuterGrad:
+      return options.topology.node(rank);
+  }
+  MT_ASSERT(false, "channel ", static_cast<int>(channel));
+}
+
+void RingContext::State::observe(const char* what, int ring_step, int64_t begin_us,
+                                 int64_t pairs) const {
+  if (observer)
+    observer({.what = what,
+              .ring_step = ring_step,
+              .begin_us = begin_us,
+              .end_us = now_us(),
+              .pairs = pairs});
+}
+
+RingContext::RingContext(const RingOptions& options, comm::Transport& transport,
+                         std::vector<int> members) {
+  if (members.empty()) members = all_ranks(transport.size());
+  state_ = std::make_unique<State>(options, transport, std::move(members));
+}
+RingContext::~RingContext() = default;
+
+const layout::Layout& RingContext::layout() const { return state_->layout; }
+const topology::Topology& RingContext::topology() const { return state_->options.topology; }
+const RingOptions& RingContext::options() const { return state_->options; }
+int RingContext::cp_rank() const { return state_->cp_rank; }
+int RingContext::cp_size() const { return state_->layout.cp_size(); }
+comm::Communicator& RingContext::index_group() { return *state_->index_group; }
+void RingContext::set_observer(StepObserver observer) { state_->observer = std::move(observer); }
+RingContext::State& RingContext::state() { return *state_; }
+
+int64_t RingContext::bytes_sent(ring::Channel channel) const {
+  const comm::CommunicatorPtr& group = state_->channels[static_cast<size_t>(channel)];
+  return group ? group->counters().bytes_sent : 0;
+}
+
+int64_t RingContext::bytes_sent() const {
+  int64_t bytes =
+      state_->index_group->counters().bytes_sent + state_->columns_group->counters().bytes_sent;
+  for (int c = 0; c < kNumChannels; ++c) bytes += bytes_sent(static_cast<ring::Channel>(c));
+  return bytes;
+}
+
+int64_t RingContext::buffer_bytes() const { return state_->buffers.bytes(); }
+
+}  // namespace mtraining::attention

@@ -1,0 +1,49 @@
+// RingContext::State: what ring_attention.h keeps behind RingContext. Private to attention/.
+//
+// In:   RingOptions, a Transport. Out: layout, schedules, open communicators, shared buffers. Next: ring_attention.cc, autograd.cc.
+#pragma once
+
+#include <array>
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "mtraining/attention/buffers.h"
+#include "mtraining/attention/index_plan.h"
+#include "mtraining/attention/ring_attention.h"
+
+namespace mtraining::attention {
+
+inline constexpr int kNumChannels = 6;
+
+struct RingContext::State {
+  State(const RingOptions& options, comm::Transport& transport, std::vector<int> members);
+
+  comm::Communicator& channel(ring::Channel channel) {
+    return *channels[static_cast<size_t>(channel)];
+  }
+  /// Rank in the channel's group of a cp rank that belongs to it.
+  int group_rank(ring::Channel channel, int cp_rank) const;
+  void observe(const char* what, int ring_step, int64_t begin_us, int64_t pairs) const;
+
+  RingOptions options;
+  layout::Layout layout;
+  int cp_rank = 0;
+  ring::Schedule forward, backward;
+  std::array<comm::CommunicatorPtr, kNumChannels> channels;
+  comm::CommunicatorPtr index_group;
+  comm::CommunicatorPtr columns_group;  ///< over all cp ranks: a call's agreement, then its columns
+  std::vector<std::vector<int32_t>> block_starts;  ///< by cp rank
+  std::vector<int64_t> positions;                  ///< of this rank's rows
+  StepObserver observer;
+  Buffers buffers;
+  IndexPlanCache plans;
+  std::shared_ptr<const index::Index> dense;  ///< the last dense index asked for
+};
+
+/// Steady clock.
+int64_t now_us();
+
+}  // namespace mtraining::attention

@@ -1,0 +1,45 @@
+// RingPass: walks one Schedule, forward or backward: posts transfers, waits only for what an operation needs, calls the launch.
+//
+// In:   a Schedule, its slots, the context's communicators, a launch. Out: every operation done, every source attended once.
+// Next: ring_attention.cc gives it the launches.
+#pragma once
+
+#include <functional>
+#include <vector>
+
+#include "mtraining/attention/buffers.h"
+#include "mtraining/attention/ring_context.h"
+
+namespace mtraining::attention {
+
+class RingPass {
+ public:
+  using Launch = std::function<void(const ring::Op&)>;
+  RingPass(RingContext::State& state, const ring::Schedule& schedule, RingSlots& slots)
+      : state_(state), schedule_(schedule), slots_(slots), pending_(schedule.ops.size()) {}
+
+  /// Collective over the context's ranks. After it no transfer is under way. Errors: InternalError where the launches did not
+  /// attend to every shard exactly once.
+  void run(const Launch& launch);
+
+ private:
+  struct Transfer {
+    std::vector<comm::WorkPtr> works;
+    std::vector<int> grad_slots_to_unpack;  // came in the wire's type
+  };
+
+  void exchange(const ring::Op& op);
+  void all_gather(const ring::Op& op);
+  void reduce_scatter(const ring::Op& op);
+  void zero_grad(const ring::Op& op);
+  void add_grad(const ring::Op& op);
+  void finish(int id, int for_ring_step);
+  void pack_grad(int slot);
+
+  RingContext::State& state_;
+  const ring::Schedule& schedule_;
+  RingSlots& slots_;
+  std::vector<Transfer> pending_;  // by operation
+};
+
+}  // namespace mtraining::attention
