@@ -1,0 +1,67 @@
+// The executable: finds the verb, turns errors into one line and an exit code.
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <exception>
+#include <iostream>
+#include <string>
+#include <vector>
+
+#include "cli/nearest.h"
+#include "cli/simulate.h"
+#include "cli/train.h"
+#include "mtraining/base/check.h"
+
+namespace {
+
+constexpr const char* kHelp = R"(usage: mtraining VERB [options]
+
+  train      trains a model over context-parallel ranks
+  simulate   predicts imbalance, bytes and time of a ring without running it
+
+mtraining VERB --help tells more.
+
+examples:
+  mtraining train --config recipes/quickstart.toml --nproc 4
+  mtraining simulate --topology 4x8 --t-comp-ms .51 --t-intra-ms .13 --t-inter-ms .98 --t-index-ms 1.13 --t-cpu-ms 2.08
+)";
+
+int dispatch(int argc, char** argv) {
+  const std::vector<std::string> verbs = {"train", "simulate"};
+  const std::vector<std::string> later = {"eval",   "generate", "plan",   "bench",
+                                          "doctor", "convert",  "inspect"};
+  const std::string verb = argc > 1 ? argv[1] : "";
+  if (verb.empty() || verb == "--help" || verb == "-h" || verb == "help") {
+    std::cout << kHelp;
+    return verb.empty() ? 2 : 0;
+  }
+  if (verb == "train") return mtraining::cli::run_train(argc - 1, argv + 1);
+  if (verb == "simulate") return mtraining::cli::run_simulate(argc - 1, argv + 1);
+  MT_CHECK_SUPPORTED(std::find(later.begin(), later.end(), verb) == later.end(), "verb ", verb,
+                     ": belongs to a part that is not built");
+  throw mtraining::InvalidArgument(mtraining::concat(
+      "unknown verb ", verb, "; nearest known verb: ", mtraining::cli::nearest(verb, verbs)));
+}
+
+int fail(int code, std::string message) {
+  std::replace(message.begin(), message.end(), '\n', ' ');
+  std::cout << std::flush;
+  std::cerr << "mtraining: error: " << message << std::endl;
+  return code;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  try {
+    return dispatch(argc, argv);
+  } catch (const mtraining::InvalidArgument& error) {
+    return fail(2, error.what());
+  } catch (const mtraining::Unsupported& error) {
+    return fail(2, error.what());
+  } catch (const c10::Error& error) {
+    return fail(1, error.what_without_backtrace());
+  } catch (const std::exception& error) {
+    return fail(1, error.what());
+  }
+}

@@ -1,0 +1,9 @@
+// `mtraining train`.
+#pragma once
+
+namespace mtraining::cli {
+
+/// argv[0] is "train". Returns the exit code; throws what base/check.h names.
+int run_train(int argc, char** argv);
+
+}  // namespace mtraining::cli

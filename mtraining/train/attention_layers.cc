@@ -1,0 +1,107 @@
+#include "mtraining/train/attention_layers.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <numeric>
+#include <string_view>
+
+#include "mtraining/base/check.h"
+
+namespace mtraining::train {
+
+double AttentionSeen::mean_density() const {
+  return std::accumulate(density.begin(), density.end(), 0.0) / static_cast<double>(density.size());
+}
+
+std::optional<double> AttentionSeen::mean_recall() const {
+  if (std::any_of(recall.begin(), recall.end(), [](double r) { return std::isnan(r); }))
+    return std::nullopt;
+  return std::accumulate(recall.begin(), recall.end(), 0.0) / static_cast<double>(recall.size());
+}
+
+AttentionLayers::AttentionLayers(attention::RingContext& context, int64_t num_layers)
+    : context_(context), num_layers_(num_layers) {
+  context_.set_observer([this](const attention::StepTiming& timing) { observe(timing); });
+  begin(nullptr, 0);
+}
+
+AttentionLayers::~AttentionLayers() { context_.set_observer({}); }
+
+void AttentionLayers::begin(trace::SpanRecorder* recorder, int64_t train_step) {
+  recorder_ = recorder;
+  train_step_ = train_step;
+  seen_ = {};
+  seen_.density.assign(num_layers_, 0);
+  seen_.recall.assign(num_layers_, 0);
+  seen_.indices.resize(num_layers_);
+  passes_.assign(num_layers_, 0);
+  recall_passes_.assign(num_layers_, 0);
+  work_.clear();
+}
+
+model::Attend AttentionLayers::attend(const AttendRequest& request) {
+  return [this, request](int64_t layer, const at::Tensor& q, const at::Tensor& k,
+                         const at::Tensor& v) {
+    layer_ = layer;
+    attention::AttentionCall call;
+    call.pattern = request.pattern;
+    call.measure_recall = request.measure_recall;
+    call.recall_seed = request.recall_seed;
+    if (request.replay != nullptr) {
+      MT_CHECK_ARG(static_cast<int64_t>(request.replay->size()) == num_layers_, "replay: expected ",
+                   num_layers_, " indices, got ", request.replay->size());
+      call.index = (*request.replay)[layer];
+    }
+    const attention::AttentionOutput output =
+        attention::sparse_ring_attention(context_, q, k, v, call);
+    const index::Index& index = *output.index;
+    ++passes_[layer];
+    seen_.density[layer] += index::density(index);
+    seen_.heads_dense += std::count(index.dense_heads.begin(), index.dense_heads.end(), 1);
+    seen_.caps_hit += index.caps_hit;
+    seen_.indices[layer] = output.index;
+    if (output.recall) {
+      ++recall_passes_[layer];
+      seen_.recall[layer] += output.recall->sampled;
+      seen_.recall_worst = std::min(seen_.recall_worst, output.recall->sampled_worst);
+    }
+    if (layer == request.keep_layer) {
+      seen_.kept_q = q.detach();
+      seen_.kept_k = k.detach();
+    }
+    at::Tensor out = output.out;
+    if (out.requires_grad()) {
+      // Runs right before this layer's backward, so that its spans carry the layer.
+      out.register_hook([this, layer](const at::Tensor&) { layer_ = layer; });
+    }
+    return out;
+  };
+}
+
+AttentionSeen AttentionLayers::seen() const {
+  AttentionSeen seen = seen_;
+  for (int64_t l = 0; l < num_layers_; ++l) {
+    seen.density[l] = passes_[l] > 0 ? seen_.density[l] / static_cast<double>(passes_[l]) : 1;
+    seen.recall[l] = recall_passes_[l] > 0
+                         ? seen_.recall[l] / static_cast<double>(recall_passes_[l])
+                         : std::numeric_limits<double>::quiet_NaN();
+  }
+  return seen;
+}
+
+void AttentionLayers::observe(const attention::StepTiming& timing) {
+  const std::string_view what = timing.what;
+  if (what == "forward" || what == "backward" || what == "columns") {
+    work_.push_back({static_cast<double>(timing.pairs),
+                     static_cast<double>(timing.end_us - timing.begin_us) * 1e-6});
+  }
+  if (recorder_ != nullptr) {
+    recorder_->add({std::string(what), "ring", timing.begin_us, timing.end_us, train_step_, layer_,
+                    timing.ring_step, timing.pairs});
+  }
+}
+
+}  // namespace mtraining::train

@@ -1,0 +1,131 @@
+#include "mtraining/train/config.h"
+
+#include <algorithm>
+
+#include "mtraining/base/check.h"
+
+namespace mtraining::train {
+namespace {
+
+void at_least(const char* key, int64_t value, int64_t least) {
+  MT_CHECK_ARG(value >= least, key, ": expected at least ", least, ", got ", value);
+}
+
+void check_attention(const RunConfig& config) {
+  const AttentionSection& a = config.attention;
+  pattern::check(a.options);
+  at_least("attention.dense_steps", a.dense_steps, 0);
+  MT_CHECK_ARG(a.stripe >= layout::kBlock && a.stripe % layout::kBlock == 0,
+               "attention.stripe: expected a multiple of ", layout::kBlock, ", got ", a.stripe);
+  at_least("attention.prefetch_steps", a.prefetch_steps, 1);
+  at_least("attention.ring_stride", a.ring_stride, 1);
+  MT_CHECK_SUPPORTED(
+      a.layout != layout::LayoutKind::kStriped || a.pattern == pattern::PatternKind::kDense,
+      "attention.layout: \"striped\" has no 64-token blocks, so that it is for "
+      "pattern = \"dense\" alone");
+}
+
+topology::Topology resolve_topology(const RunConfig& config, int cp_size,
+                                    const topology::LaunchEnvironment& launch) {
+  const std::optional<int>& inner = config.parallel.cp_inner_size;
+  if (inner) return topology::make_topology(cp_size, *inner);
+  if (config.attention.ring == ring::RingKind::kFlat || cp_size == 1)
+    return topology::make_topology(cp_size, cp_size);
+  MT_CHECK_ARG(launch.local_world_size.has_value(),
+               "parallel.cp_inner_size: attention.ring = \"hierarchical\" over ", cp_size,
+               " ranks needs the ranks of a node; neither the key nor LOCAL_WORLD_SIZE is given");
+  return topology::make_topology(cp_size, std::min(cp_size, *launch.local_world_size));
+}
+
+}  // namespace
+
+ResolvedRun resolve(RunConfig& config, const topology::LaunchEnvironment& launch) {
+  model::check(config.model);
+  const TrainSection& train = config.train;
+  at_least("train.seq_len", train.seq_len, 1);
+  at_least("train.global_batch_size", train.global_batch_size, 1);
+  at_least("train.micro_batch_size", train.micro_batch_size, 1);
+  at_least("train.loss_chunk", train.loss_chunk, 1);
+  at_least("train.recall_every", train.recall_every, 0);
+  MT_CHECK_ARG(train.stop_grace_s > 0, "train.stop_grace_s: expected more than 0, got ",
+               train.stop_grace_s);
+  MT_CHECK_ARG(train.steps.has_value() != train.tokens.has_value(),
+               "train.steps: expected exactly one of train.steps and train.tokens, got ",
+               train.steps ? "both" : "neither");
+  if (train.steps) at_least("train.steps", *train.steps, 1);
+  if (train.tokens) at_least("train.tokens", *train.tokens, 1);
+  check_attention(config);
+  optim::check(config.optim.adamw);
+  optim::check(config.optim.schedule);
+  MT_CHECK_ARG(config.optim.clip_norm >= 0, "optim.clip_norm: expected at least 0 (0: off), got ",
+               config.optim.clip_norm);
+  at_least("eval.every", config.eval.every, 0);
+  at_least("eval.batches", config.eval.batches, 1);
+  for (const double p : config.eval.also_p) {
+    MT_CHECK_ARG(p >= 0 && p <= 1, "eval.also_p: expected values from 0 to 1, got ", p);
+  }
+  at_least("trace.first_step", config.trace.first_step, 1);
+  at_least("trace.steps", config.trace.steps, 0);
+  MT_CHECK_ARG(config.trace.example_layer >= -1 &&
+                   config.trace.example_layer < config.model.num_hidden_layers,
+               "trace.example_layer: expected -1 to ", config.model.num_hidden_layers - 1, ", got ",
+               config.trace.example_layer);
+  MT_CHECK_ARG(config.trace.example_head >= 0 &&
+                   config.trace.example_head < config.model.num_attention_heads,
+               "trace.example_head: expected 0 to ", config.model.num_attention_heads - 1, ", got ",
+               config.trace.example_head);
+  MT_CHECK_ARG(!config.data.train.empty(),
+               "data.train: expected at least one {path, weight}, got none");
+
+  ResolvedRun resolved;
+  const int world = launch.world_size;
+  at_least("parallel.dp_size", config.parallel.dp_size, 1);
+  if (config.parallel.cp_size) at_least("parallel.cp_size", *config.parallel.cp_size, 1);
+  resolved.dp_size = config.parallel.dp_size;
+  MT_CHECK_ARG(config.parallel.cp_size.has_value() || world % resolved.dp_size == 0,
+               "parallel.dp_size: expected a divisor of the ", world, " ranks, got ",
+               resolved.dp_size);
+  resolved.cp_size = config.parallel.cp_size.value_or(world / resolved.dp_size);
+  MT_CHECK_ARG(resolved.cp_size * resolved.dp_size == world, "parallel.cp_size: ", resolved.cp_size,
+               " x parallel.dp_size ", resolved.dp_size, " = ", resolved.cp_size * resolved.dp_size,
+               " ranks expected, ", world, " are running (--nproc or the launcher's WORLD_SIZE)");
+  resolved.topology = resolve_topology(config, resolved.cp_size, launch);
+  const int64_t micro = train.micro_batch_size * resolved.dp_size;
+  MT_CHECK_ARG(train.global_batch_size % micro == 0,
+               "train.global_batch_size: expected a multiple of ",
+               "micro_batch_size x dp_size = ", micro, ", got ", train.global_batch_size);
+  resolved.accumulation = train.global_batch_size / micro;
+  const int64_t step_tokens = train.global_batch_size * train.seq_len;
+  resolved.steps = train.steps ? *train.steps : (*train.tokens + step_tokens - 1) / step_tokens;
+  config.optim.schedule.total_steps = resolved.steps;
+  layout::Layout checked(
+      ring_options(config, resolved).layout);  // its own checks, before any communication
+  ring::forward_schedule({resolved.topology, config.attention.ring, config.attention.inner,
+                          config.attention.ring_stride, config.attention.prefetch_steps},
+                         0);
+  return resolved;
+}
+
+attention::RingOptions ring_options(const RunConfig& config, const ResolvedRun& resolved) {
+  const AttentionSection& a = config.attention;
+  attention::RingOptions options;
+  options.layout.kind = a.layout;
+  options.layout.seq_len = config.train.seq_len;
+  options.layout.cp_size = resolved.cp_size;
+  options.layout.stripe = a.stripe;
+  options.layout.nodes =
+      a.layout == layout::LayoutKind::kBlockStriped && a.ring == ring::RingKind::kHierarchical
+          ? resolved.topology.nodes
+          : 1;
+  options.topology = resolved.topology;
+  options.ring = a.ring;
+  options.inner = a.inner;
+  options.ring_stride = a.ring_stride;
+  options.prefetch_steps = a.prefetch_steps;
+  options.columns = a.columns;
+  options.gradient_transport = a.gradient_transport;
+  options.deterministic = a.deterministic;
+  return options;
+}
+
+}  // namespace mtraining::train

@@ -1,0 +1,117 @@
+// RunConfig: everything that one training run is, as plain data.
+//
+// In:   cli/ fills it from TOML and the command line. Out: the trainer reads it; nothing changes it later.
+// Next: trainer.h.
+//
+// Field names are the keys of the file, section by section. Defaults that are ours and not the paper's: sink_tokens 64,
+// local_blocks 2, stripe 64, inner "gather".
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "mtraining/attention/ring_attention.h"
+#include "mtraining/data/batches.h"
+#include "mtraining/layout/layout.h"
+#include "mtraining/model/decoder.h"
+#include "mtraining/optim/adamw.h"
+#include "mtraining/optim/schedule.h"
+#include "mtraining/pattern/pattern.h"
+#include "mtraining/ring/schedule.h"
+#include "mtraining/topology/topology.h"
+
+namespace mtraining::train {
+
+struct DataSection {
+  std::vector<data::Source> train;
+  std::vector<data::Source> valid;  ///< empty: no held-out loss
+  uint64_t shuffle_seed = 0;
+};
+
+struct ParallelSection {
+  std::optional<int> cp_size;        ///< absent: all ranks / dp_size
+  std::optional<int> cp_inner_size;  ///< absent: min(cp_size, LOCAL_WORLD_SIZE)
+  int dp_size = 1;
+};
+
+struct AttentionSection {
+  pattern::PatternKind pattern = pattern::PatternKind::kVerticalSlash;
+  pattern::VerticalSlashOptions options;
+  int64_t dense_steps = 0;  ///< the first train steps use dense attention
+  layout::LayoutKind layout = layout::LayoutKind::kBlockStriped;
+  int64_t stripe = 64;
+  ring::RingKind ring = ring::RingKind::kHierarchical;
+  ring::InnerKind inner = ring::InnerKind::kGather;
+  int ring_stride = 1;
+  int prefetch_steps = 2;
+  attention::ColumnMode columns = attention::ColumnMode::kOnce;
+  attention::GradientTransport gradient_transport = attention::GradientTransport::kFloat32;
+  bool deterministic = true;
+};
+
+struct TrainSection {
+  int64_t seq_len = 0;
+  std::optional<int64_t> steps;   ///< exactly one of steps and tokens
+  std::optional<int64_t> tokens;  ///< steps = tokens / (global_batch_size * seq_len), rounded up
+  int64_t global_batch_size =
+      1;  ///< sequences a train step over all ranks; accumulation follows and must divide
+  int64_t micro_batch_size = 1;  ///< sequences of one forward on one context-parallel group
+  uint64_t seed = 0;
+  double stop_grace_s = 20;
+  bool preflight = true;
+  int64_t loss_chunk = 1024;  ///< tokens of one chunk of logits
+  int64_t recall_every = 10;  ///< train steps between measurements of recall; 0: never
+};
+
+struct OptimSection {
+  optim::AdamWOptions adamw;
+  optim::ScheduleOptions schedule;  ///< total_steps is filled by resolve()
+  double clip_norm = 1.0;           ///< 0: off
+};
+
+struct EvalSection {
+  int64_t every = 0;  ///< train steps between held-out losses; 0: only at the end
+  int64_t batches =
+      4;  ///< held-out batches (global_batch_size is not used: one micro batch a context-parallel group each)
+  std::vector<double>
+      also_p;  ///< at the end the same weights are evaluated at these p_vertical = p_slash too
+};
+
+struct TraceSection {
+  bool chrome = true;
+  int64_t first_step = 2;  ///< 1-based train step at which spans begin to be recorded
+  int64_t steps = 3;       ///< train steps recorded
+  int64_t example_layer =
+      -1;  ///< layer whose q, k and index of one head are written at the end; -1: none
+  int64_t example_head = 0;
+};
+
+struct RunConfig {
+  model::DecoderConfig model;
+  DataSection data;
+  ParallelSection parallel;
+  AttentionSection attention;
+  TrainSection train;
+  OptimSection optim;
+  EvalSection eval;
+  TraceSection trace;
+  std::string out;  ///< the run's folder
+};
+
+/// What follows from a config and the ranks that run it.
+struct ResolvedRun {
+  int cp_size = 1, dp_size = 1;
+  topology::Topology topology;
+  int64_t steps = 0;
+  int64_t accumulation = 1;
+};
+
+/// Checks every range and every relation between keys and ranks, and derives what is absent; fills optim.schedule.total_steps.
+/// Before any file is opened and any communication. Errors: InvalidArgument / Unsupported naming the key.
+ResolvedRun resolve(RunConfig& config, const topology::LaunchEnvironment& launch);
+
+attention::RingOptions ring_options(const RunConfig& config, const ResolvedRun& resolved);
+
+}  // namespace mtraining::train

@@ -1,0 +1,30 @@
+// Fault: makes one rank fail on purpose, so that tests can see how a job ends. Silent unless MTRAINING_FAULT is set.
+//
+// In:   MTRAINING_FAULT="rank=2,step=3,at=forward,kind=throw". Out: that rank throws, dies or poisons a gradient there.
+// Next: trainer.h calls it at "loader", "forward", "backward", "gradient".
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+
+namespace mtraining::train {
+
+class Fault {
+ public:
+  /// Errors: InvalidArgument on text that is not understood.
+  static Fault from_environment(int rank);
+  /// Errors: ExternalError where kind is "throw". kind "kill": SIGKILL to itself; "exit": leaves at once with status 3.
+  void strike(std::string_view place, int64_t train_step) const;
+  /// kind "nan" at "gradient": whether to poison.
+  bool poisons(int64_t train_step) const;
+  bool is_at(std::string_view place, int64_t train_step) const;
+
+ private:
+  bool armed_ = false;
+  int64_t step_ = 1;
+  int rank_ = 0;
+  std::string place_, kind_ = "throw";
+};
+
+}  // namespace mtraining::train

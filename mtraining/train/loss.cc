@@ -1,0 +1,87 @@
+#include "mtraining/train/loss.h"
+
+#include <ATen/ATen.h>
+#include <torch/csrc/autograd/custom_function.h>
+
+#include <algorithm>
+
+#include "mtraining/base/check.h"
+#include "mtraining/data/batches.h"
+
+namespace mtraining::train {
+namespace {
+
+/// Adds up the loss of the rows; where `hidden_gradient` is given, fills it and adds to weight_gradient.
+at::Tensor sum_over_chunks(const at::Tensor& hidden, const at::Tensor& weight,
+                           const at::Tensor& labels, int64_t chunk_tokens,
+                           at::Tensor* hidden_gradient, at::Tensor* weight_gradient) {
+  at::Tensor sum = at::zeros({}, hidden.options().dtype(at::kDouble));
+  const at::Tensor wide_weight = weight.to(at::kFloat);
+  for (int64_t begin = 0; begin < hidden.size(0); begin += chunk_tokens) {
+    const int64_t count = std::min(chunk_tokens, hidden.size(0) - begin);
+    const at::Tensor x = hidden.narrow(0, begin, count).to(at::kFloat);
+    const at::Tensor y = labels.narrow(0, begin, count);
+    const at::Tensor valid = y.ne(data::kIgnored);
+    const at::Tensor target = at::where(valid, y, at::zeros_like(y)).unsqueeze(1);
+    at::Tensor logits = at::linear(x, wide_weight);
+    const at::Tensor lse = at::logsumexp(logits, {1}, true);
+    const at::Tensor losses = (lse - logits.gather(1, target)).squeeze(1);
+    // Selected, not multiplied: an infinite loss of an ignored row must not become NaN.
+    sum += at::where(valid, losses, at::zeros_like(losses)).sum(at::kDouble);
+    if (hidden_gradient == nullptr) continue;
+    at::Tensor d = logits.sub_(lse).exp_();
+    d.scatter_add_(1, target, at::full_like(target, -1, d.options()));
+    d.masked_fill_(valid.logical_not().unsqueeze(1), 0);
+    hidden_gradient->narrow(0, begin, count).copy_(at::mm(d, wide_weight));
+    weight_gradient->addmm_(d.t(), x);
+  }
+  return sum.to(at::kFloat);
+}
+
+class ChunkedLoss : public torch::autograd::Function<ChunkedLoss> {
+ public:
+  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& hidden,
+                            const at::Tensor& weight, const at::Tensor& labels,
+                            int64_t chunk_tokens) {
+    at::Tensor hidden_gradient = at::empty_like(hidden);
+    at::Tensor weight_gradient = at::zeros(weight.sizes(), weight.options().dtype(at::kFloat));
+    at::Tensor sum =
+        sum_over_chunks(hidden, weight, labels, chunk_tokens, &hidden_gradient, &weight_gradient);
+    context->save_for_backward({hidden_gradient, weight_gradient.to(weight.scalar_type())});
+    return sum;
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                 torch::autograd::variable_list upstream) {
+    const auto saved = context->get_saved_variables();
+    const at::Tensor& scale = upstream[0];
+    return {saved[0] * scale.to(saved[0].scalar_type()),
+            saved[1] * scale.to(saved[1].scalar_type()), at::Tensor(), at::Tensor()};
+  }
+};
+
+}  // namespace
+
+SummedLoss chunked_loss(const at::Tensor& hidden, const at::Tensor& weight,
+                        const at::Tensor& labels, int64_t chunk_tokens) {
+  MT_CHECK_ARG(hidden.dim() == 2 && weight.dim() == 2 && hidden.size(1) == weight.size(1) &&
+                   labels.dim() == 1 && labels.size(0) == hidden.size(0) &&
+                   labels.scalar_type() == at::kLong,
+               "loss: expected hidden [T, hidden], weight [vocab, hidden], labels [T] int64, got ",
+               hidden.sizes(), ", ", weight.sizes(), ", ", labels.sizes(), " ",
+               labels.scalar_type());
+  MT_CHECK_ARG(chunk_tokens >= 1, "train.loss_chunk: expected at least 1, got ", chunk_tokens);
+  const at::Tensor valid = labels.ne(data::kIgnored);
+  const at::Tensor outside = valid.logical_and(labels.lt(0).logical_or(labels.ge(weight.size(0))));
+  MT_CHECK_ARG(!outside.any().item<bool>(), "loss: a label is outside the vocabulary of ",
+               weight.size(0));
+  SummedLoss result;
+  result.count = valid.sum().item<int64_t>();
+  if (at::GradMode::is_enabled() && (hidden.requires_grad() || weight.requires_grad())) {
+    result.sum = ChunkedLoss::apply(hidden, weight, labels, chunk_tokens);
+  } else {
+    result.sum = sum_over_chunks(hidden, weight, labels, chunk_tokens, nullptr, nullptr);
+  }
+  return result;
+}
+
+}  // namespace mtraining::train

@@ -1,0 +1,131 @@
+// TinyRun: a whole small training run over loopback ranks, for tests.
+//
+// In:   a RunConfig for `ranks` ranks, how the ranks sit. Out: losses, gradient norms and weights of every rank.
+#pragma once
+
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+#include <unistd.h>
+
+#include <filesystem>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "mtraining/base/check.h"
+#include "mtraining/base/parallel.h"
+#include "mtraining/base/rng.h"
+#include "mtraining/comm/loopback.h"
+#include "mtraining/data/token_file.h"
+#include "mtraining/train/trainer.h"
+
+namespace mtraining::train {
+
+/// A folder that goes away, with token files of a language that a small model can learn in a few steps.
+class TinyData {
+ public:
+  explicit TinyData(const std::string& name, int64_t tokens = 20000)
+      : folder_(std::filesystem::temp_directory_path() / concat("mt_", name, "_", ::getpid())) {
+    std::filesystem::create_directories(folder_);
+    const Rng rng(7);
+    std::vector<int64_t> ids(tokens);
+    // Each token follows from the one before, but for noise.
+    for (int64_t i = 1; i < tokens; ++i) {
+      ids[i] = rng.uniform(2 * i) < 0.7 ? (ids[i - 1] * 5 + 3) % 64
+                                        : static_cast<int64_t>(rng.below(2 * i + 1, 64));
+    }
+    data::TokenFileWriter writer(prefix(), data::TokenType::kUInt8);
+    writer.add_sequence(ids);
+    writer.finish();
+  }
+  ~TinyData() { std::filesystem::remove_all(folder_); }
+  std::string prefix() const { return (folder_ / "tokens").string(); }
+  const std::filesystem::path& folder() const { return folder_; }
+
+ private:
+  std::filesystem::path folder_;
+};
+
+inline RunConfig tiny_config(const TinyData& data) {
+  RunConfig c;
+  c.model.vocab_size = 64;
+  c.model.hidden_size = 32;
+  c.model.intermediate_size = 48;
+  c.model.num_hidden_layers = 2;
+  c.model.num_attention_heads = 4;
+  c.model.num_key_value_heads = 2;
+  c.model.head_dim = 16;
+  c.model.initializer_range = 0.1;
+  c.model.embedding_initializer_range = 0.3;
+  c.data.train = {{data.prefix(), 1.0}};
+  c.data.valid = {{data.prefix(), 1.0}};
+  c.data.shuffle_seed = 3;
+  c.attention.options.last_q = 32;
+  c.attention.options.sink_tokens = 8;
+  c.attention.options.local_blocks = 1;
+  c.attention.options.p_vertical = c.attention.options.p_slash = 0.6;
+  c.attention.options.recall_rows = 32;
+  c.train.seq_len = 512;
+  c.train.steps = 20;
+  c.train.seed = 1;
+  c.optim.schedule.lr = 2e-3;
+  c.optim.schedule.warmup_steps = 4;
+  c.eval.batches = 2;
+  c.train.recall_every = 0;
+  c.trace.chrome = false;
+  c.out = data.folder().string();
+  return c;
+}
+
+using Indices =
+    std::vector<std::vector<std::shared_ptr<const index::Index>>>;  // [micro_step][layer]
+
+struct TinyResult {
+  std::vector<trace::StepMetrics> steps;
+  std::vector<Indices> indices;  ///< [step]
+  at::Tensor weights;            ///< all parameters, flat
+  bool ranks_agree = true;       ///< every rank ended with the same bits
+  double valid_loss = 0;
+};
+
+/// Runs `config.train.steps` steps; `replay`: indices of each step.
+inline TinyResult run_tiny(RunConfig config, int ranks, int ranks_per_node,
+                           const std::vector<Indices>* replay = nullptr) {
+  topology::LaunchEnvironment launch;
+  launch.world_size = ranks;
+  launch.local_world_size = ranks_per_node;
+  const ResolvedRun resolved = resolve(config, launch);
+  std::mutex mutex;
+  std::vector<at::Tensor> weights(ranks);
+  TinyResult result;
+  comm::run_loopback(ranks, [&](comm::Transport& transport) {
+    at::set_num_threads(1);
+    set_num_threads(1);
+    Trainer trainer(config, resolved, transport);
+    for (int64_t step = 0; step < resolved.steps; ++step) {
+      const trace::StepMetrics m =
+          trainer.step(step, replay != nullptr ? &replay->at(step) : nullptr);
+      if (transport.rank() == 0) {
+        result.steps.push_back(m);
+        result.indices.push_back(trainer.last_indices());
+      }
+    }
+    attention::AttentionPattern pattern;
+    pattern.kind = config.attention.pattern;
+    pattern.vertical_slash = config.attention.options;
+    const double valid_loss = trainer.evaluate(pattern, false).loss;
+    std::vector<at::Tensor> parts;
+    for (const auto& p : trainer.parameters())
+      parts.push_back(p.value.detach().reshape({-1}).to(at::kFloat));
+    const std::lock_guard lock(mutex);
+    weights[transport.rank()] = at::cat(parts);
+    if (transport.rank() == 0) result.valid_loss = valid_loss;
+  });
+  result.weights = weights[0];
+  for (const auto& w : weights) result.ranks_agree = result.ranks_agree && at::equal(w, weights[0]);
+  return result;
+}
+
+}  // namespace mtraining::train

@@ -1,0 +1,90 @@
+// Trainer: the loop. Batch, forward, loss, backward, sum over ranks, clip, update, metrics; held-out loss; traces.
+//
+// In:   RunConfig, a Transport, the launcher's environment. Out: the run's folder: metrics.jsonl, trace.json, summary.json;
+//       what happened, to an observer (the library prints nothing).
+// Next: cli/ prints; python/ draws.
+//
+// One loss for every split: each rank sums the losses of its own tokens; sums, counts and gradients are added over all ranks
+// and micro-steps, and divided once by the count of all valid tokens. So context-parallel ranks are never averaged as if they
+// held whole samples, and a rank or micro-step without valid tokens adds nothing.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "mtraining/attention/autograd.h"
+#include "mtraining/comm/transport.h"
+#include "mtraining/topology/topology.h"
+#include "mtraining/trace/metrics.h"
+#include "mtraining/train/config.h"
+
+namespace mtraining::train {
+
+/// Held-out loss of one set of weights under one pattern.
+struct Evaluation {
+  std::string pattern;  ///< "dense" | "vertical_slash"
+  double p = 1;         ///< p_vertical and p_slash where they agree, else p_slash
+  double loss = 0;
+  int64_t tokens = 0;
+  std::vector<double> density_by_layer;
+  std::vector<double>
+      recall_by_layer;  ///< rows sampled elsewhere, mean over heads; empty where not measured
+  double recall_worst = 0;
+};
+
+/// The first batch before step 1.
+struct Preflight {
+  double loss_dense = 0, loss_pattern = 0, density = 1;
+  std::optional<double> recall_worst;
+};
+
+/// Called on every rank; cli/ prints on rank 0 alone.
+struct TrainObserver {
+  std::function<void(const Preflight&)> preflight;
+  std::function<void(const trace::StepMetrics&, int64_t total_steps)> step;
+  std::function<void(const std::string&)> warning;
+};
+
+struct TrainResult {
+  int64_t steps_done = 0;
+  bool stopped = false;                 ///< a rank was asked to stop
+  std::vector<Evaluation> evaluations;  ///< at the end: dense, the run's pattern, then eval.also_p
+};
+
+/// The same on every rank of a job; holds model, optimizer, data and communicators.
+class Trainer {
+ public:
+  /// Collective over the transport. Opens the data. `config` has been through resolve().
+  /// Errors: those of data/, attention/, comm/; before any communication where a rank can know alone.
+  Trainer(const RunConfig& config, const ResolvedRun& resolved, comm::Transport& transport);
+  ~Trainer();
+  Trainer(const Trainer&) = delete;
+  Trainer& operator=(const Trainer&) = delete;
+
+  /// Runs to the end or until *stop is set on any rank; then all ranks stop together after the step under way.
+  TrainResult run(const TrainObserver& observer, const std::atomic<bool>* stop = nullptr);
+
+  /// One optimizer step, 0-based. For run() and tests. `replay` (one index a layer for each micro-step) replaces the pattern.
+  trace::StepMetrics step(
+      int64_t step,
+      const std::vector<std::vector<std::shared_ptr<const index::Index>>>* replay = nullptr);
+  /// The indices that the last step() used: [micro_step][layer].
+  const std::vector<std::vector<std::shared_ptr<const index::Index>>>& last_indices() const;
+  /// Held-out loss, collective.
+  Evaluation evaluate(const attention::AttentionPattern& pattern, bool measure_recall);
+  /// Named tensors of the model, as they are now.
+  const std::vector<model::Parameter>& parameters() const;
+  /// Steps taken by the optimizer; skipped ones do not count.
+  int64_t optimizer_steps() const;
+
+ private:
+  struct State;
+  std::unique_ptr<State> state_;
+};
+
+}  // namespace mtraining::train

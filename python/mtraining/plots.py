@@ -1,0 +1,100 @@
+"""Pictures of a run: loss curves, and one head's attention beside the mask that was computed.
+
+In:   metrics.jsonl of runs; <run>/example/{q.npy, k.npy, index.json}. Out: a PNG. Next: the reader.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+
+def read_metrics(run: Path) -> list[dict]:
+    """One dict a train step."""
+    with open(run / "metrics.jsonl", encoding="utf-8") as lines:
+        return [json.loads(line) for line in lines]
+
+
+def attention_map(q: np.ndarray, k: np.ndarray, scale: float, cells: int) -> np.ndarray:
+    """Causal softmax(q k^T scale), summed over keys and averaged over queries of cells x cells squares: [cells, cells]."""
+    n = q.shape[0]
+    edges = np.linspace(0, n, cells + 1).astype(int)
+    result = np.zeros((cells, cells))
+    for row in range(cells):
+        low, high = edges[row], edges[row + 1]
+        scores = (q[low:high] @ k[:high].T) * scale
+        scores[np.arange(low, high)[:, None] < np.arange(high)[None, :]] = -np.inf
+        scores -= scores.max(axis=1, keepdims=True)
+        weights = np.exp(scores)
+        weights /= weights.sum(axis=1, keepdims=True)
+        mean = np.zeros(n)
+        mean[:high] = weights.mean(axis=0)
+        result[row] = np.add.reduceat(mean, edges[:-1])
+    return result
+
+
+def mask_map(index: dict, cells: int) -> np.ndarray:
+    """Share of each cell's (query, key) pairs that the index computes, from its definition: [cells, cells]."""
+    n, block = index["seq_len"], index["block"]
+    num_blocks = -(-n // block)
+    on = np.zeros(num_blocks, dtype=bool)
+    on[index["diagonals"]] = True
+    column = np.zeros(n, dtype=bool)
+    column[index["columns"]] = True
+    edges = np.linspace(0, n, cells + 1).astype(int)
+    keys = np.arange(n)
+    result = np.zeros((cells, cells))
+    for row in range(cells):
+        total = np.zeros(n)
+        for query in range(edges[row], edges[row + 1]):
+            distance = query // block - keys // block
+            seen = (distance >= 0) & (on[np.clip(distance, 0, None)] | column) & (keys <= query)
+            total += seen
+        widths = np.diff(edges)
+        result[row] = np.add.reduceat(total, edges[:-1]) / (widths * widths[row])
+    return result
+
+
+def plot_comparison(runs: dict[str, Path], example: Path, unigram: float, out: Path) -> None:
+    """Loss curves of `runs` (name -> folder) on the left, the example head's attention and mask on the right."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    from matplotlib.colors import LogNorm
+
+    figure, (losses, attention, mask) = plt.subplots(
+        1, 3, figsize=(15, 4.6), width_ratios=[1.4, 1, 1], constrained_layout=True
+    )
+    for (name, folder), style in zip(runs.items(), ("-", "--", ":"), strict=False):
+        rows = [row for row in read_metrics(folder) if row["loss"] is not None]
+        steps = [row["train_step"] for row in rows]
+        losses.plot(steps, [row["loss"] for row in rows], style, label=f"{name}, train", lw=1.2)
+        held = [(r["train_step"], r["valid_loss"]) for r in rows if r["valid_loss"] is not None]
+        if held:
+            losses.plot(*zip(*held, strict=True), "o", ms=4, label=f"{name}, held-out")
+    losses.axhline(unigram, color="gray", lw=0.8, label=f"byte-unigram entropy {unigram:.2f}")
+    losses.set(xlabel="train step", ylabel="loss, nats a byte", title="loss")
+    losses.legend(fontsize=8)
+    with open(example / "index.json", encoding="utf-8") as text:
+        index = json.load(text)
+    q, k = np.load(example / "q.npy"), np.load(example / "k.npy")
+    cells = min(128, index["seq_len"])
+    weights = attention_map(q, k, index["softmax_scale"], cells)
+    top = weights.max()
+    image = attention.imshow(np.maximum(weights, top * 1e-5), norm=LogNorm(top * 1e-4, top))
+    where = f"layer {index['layer']} head {index['head']}"
+    attention.set(title=f"attention, {where}", xlabel="key", ylabel="query", xticks=[], yticks=[])
+    figure.colorbar(image, ax=attention, shrink=0.8)
+    mask.imshow(mask_map(index, cells), cmap="gray_r", vmin=0, vmax=1)
+    mask.set(
+        title=f"computed: {len(index['diagonals'])} diagonals, {len(index['columns'])} columns",
+        xlabel="key",
+        ylabel="query",
+        xticks=[],
+        yticks=[],
+    )
+    figure.savefig(out, dpi=110)
+    plt.close(figure)
