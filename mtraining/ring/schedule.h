@@ -35,9 +35,10 @@ InnerKind parse_inner_kind(std::string_view name);  // "gather" | "ring"
 std::string_view to_string(RingKind kind);
 std::string_view to_string(InnerKind kind);
 
-/// Which communicator (and on a GPU which stream) an operation uses; they never share one. A
-/// zeroing or an addition names the channel that it feeds: on a GPU that stream can run it, so that
-/// the next launch does not wait for received gradients. For a launch it means nothing.
+/// Which communicator (and on a GPU which stream) an operation uses; they never share one. An
+/// addition names the channel that it feeds: on a GPU that channel's stream can run it, so that the
+/// next launch does not wait for received gradients. Launches and zeroings belong to the compute
+/// stream; for a launch the channel means nothing, for a zeroing it tells whose slot it is.
 enum class Channel { kFlatKv, kInnerKv, kOuterKv, kFlatGrad, kInnerGrad, kOuterGrad };
 std::string_view to_string(Channel channel);
 /// Carries K and V (else dk and dv).

@@ -25,14 +25,15 @@ double hop_us(const LinkCost& link, int64_t bytes) {
 class Simulation {
  public:
   Simulation(const std::vector<ring::Schedule>& ranks, const topology::Topology& topology,
-             const std::vector<std::vector<double>>& launch_us, const CostModel& cost)
-      : ranks_(ranks), topology_(topology), launch_us_(launch_us), cost_(cost) {
+             const ComputeTimes& compute, const CostModel& cost)
+      : ranks_(ranks), topology_(topology), compute_(compute), cost_(cost) {
     for (const ring::Schedule& schedule : ranks) {
       state_.push_back({});
       state_.back().ended.resize(schedule.ops.size(), false);
       timeline_.ops.emplace_back(schedule.ops.size());
     }
-    timeline_.compute_us.assign(ranks.size(), 0);
+    timeline_.compute_us = compute.columns_us;
+    timeline_.compute_us.resize(ranks.size(), 0);
   }
 
   Timeline run() {
@@ -51,6 +52,7 @@ class Simulation {
         timeline_.total_us = std::max(timeline_.total_us, time.end_us);
       }
     }
+    add_columns();
     return std::move(timeline_);
   }
 
@@ -68,14 +70,32 @@ class Simulation {
     int rank, op;
   };
 
+  /// When the compute stream of a rank is free for its first launch.
+  double columns_before_us(int rank) const {
+    return compute_.columns_first && !compute_.columns_us.empty() ? compute_.columns_us[rank] : 0;
+  }
+  void add_columns() {
+    for (size_t rank = 0; rank < compute_.columns_us.size(); ++rank) {
+      double begin_us = 0;
+      if (!compute_.columns_first) {
+        for (const Op& op : ranks_[rank].ops) {
+          if (op.kind == OpKind::kLaunch) begin_us = timeline_.ops[rank][op.id].end_us;
+        }
+      }
+      timeline_.columns.push_back({begin_us, begin_us + compute_.columns_us[rank]});
+      timeline_.total_us = std::max(timeline_.total_us, timeline_.columns.back().end_us);
+    }
+  }
+
   /// Begins the next operation of a rank if the times that it depends on are known.
   bool post_next(int rank) {
     RankState& state = state_[rank];
     const auto& ops = ranks_[rank].ops;
     if (state.next == ops.size()) return false;
     const Op& op = ops[state.next];
-    const int stream = op.kind == OpKind::kLaunch ? kComputeStream : static_cast<int>(op.channel);
-    double begin_us = 0;
+    const bool computes = op.kind == OpKind::kLaunch || op.kind == OpKind::kZeroGrad;
+    const int stream = computes ? kComputeStream : static_cast<int>(op.channel);
+    double begin_us = stream == kComputeStream ? columns_before_us(rank) : 0;
     const auto wait_for = [&](int id) {
       if (!state.ended[id]) return false;
       begin_us = std::max(begin_us, timeline_.ops[rank][id].end_us);
@@ -91,9 +111,10 @@ class Simulation {
     timeline_.ops[rank][op.id].begin_us = begin_us;
     switch (op.kind) {
       case OpKind::kLaunch: {
-        MT_CHECK_ARG(state.launches < launch_us_[rank].size(), "simulate: rank ", rank,
-                     ": expected a time for each launch, got ", launch_us_[rank].size());
-        const double duration_us = launch_us_[rank][state.launches++];
+        const std::vector<double>& launch_us = compute_.launch_us[rank];
+        MT_CHECK_ARG(state.launches < launch_us.size(), "simulate: rank ", rank,
+                     ": expected a time for each launch, got ", launch_us.size());
+        const double duration_us = launch_us[state.launches++];
         timeline_.compute_us[rank] += duration_us;
         end(rank, op.id, begin_us + duration_us);
         break;
@@ -169,7 +190,7 @@ class Simulation {
 
   const std::vector<ring::Schedule>& ranks_;
   const topology::Topology& topology_;
-  const std::vector<std::vector<double>>& launch_us_;
+  const ComputeTimes& compute_;
   const CostModel& cost_;
   std::vector<RankState> state_;
   std::map<Route, std::pair<std::vector<Post>, std::vector<Post>>> waiting_;
@@ -186,22 +207,31 @@ double kv_hop_us(const LinkCost& link, const CostModel& cost) {
 }
 
 Timeline simulate(const std::vector<ring::Schedule>& ranks, const topology::Topology& topology,
-                  const std::vector<std::vector<double>>& launch_us, const CostModel& cost) {
+                  const ComputeTimes& compute, const CostModel& cost) {
   MT_CHECK_ARG(static_cast<int>(ranks.size()) == topology.cp_size(), "simulate: expected ",
                topology.cp_size(), " schedules as in topology ", topology::to_string(topology),
                ", got ", ranks.size());
-  MT_CHECK_ARG(launch_us.size() == ranks.size(), "simulate: expected launch times of ",
-               ranks.size(), " ranks, got ", launch_us.size());
-  return Simulation(ranks, topology, launch_us, cost).run();
+  MT_CHECK_ARG(compute.launch_us.size() == ranks.size(), "simulate: expected launch times of ",
+               ranks.size(), " ranks, got ", compute.launch_us.size());
+  MT_CHECK_ARG(compute.columns_us.empty() || compute.columns_us.size() == ranks.size(),
+               "simulate: expected column times of ", ranks.size(), " ranks or none, got ",
+               compute.columns_us.size());
+  return Simulation(ranks, topology, compute, cost).run();
 }
 
-std::vector<std::vector<double>> launch_times(const StepLoads& loads, const LaunchCost& cost) {
-  std::vector<std::vector<double>> times;
+ComputeTimes compute_times(const StepLoads& loads, const LaunchCost& cost, bool backward) {
+  const auto duration_us = [&](int64_t pairs) {
+    return cost.fixed_us + cost.us_per_pair * static_cast<double>(pairs);
+  };
+  ComputeTimes times;
+  times.columns_first = backward;
   for (const auto& steps : loads.by_step) {
-    times.emplace_back();
-    for (int64_t pairs : steps) {
-      times.back().push_back(cost.fixed_us + cost.us_per_pair * static_cast<double>(pairs));
-    }
+    times.launch_us.emplace_back();
+    for (int64_t pairs : steps) times.launch_us.back().push_back(duration_us(pairs));
+  }
+  if (std::any_of(loads.columns_once.begin(), loads.columns_once.end(),
+                  [](int64_t pairs) { return pairs > 0; })) {
+    for (int64_t pairs : loads.columns_once) times.columns_us.push_back(duration_us(pairs));
   }
   return times;
 }

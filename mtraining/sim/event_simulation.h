@@ -5,10 +5,10 @@
 // Out:  begin and end of every operation on every rank; the layer's time.
 // Next: cli/ prints and draws it.
 //
-// It reads the same lists as attention/ does. Launches of a rank follow each other on one compute
-// stream, the operations of a channel on that channel's stream; each starts when its stream is free
-// and everything in `after` has ended. A transfer starts when both ends have come to it. Channels
-// do not share bandwidth. That ranks wait for each other is an outcome, not an input.
+// It reads the same lists as attention/ does. Launches and zeroings of a rank follow each other on one
+// compute stream, the other operations of a channel on that channel's stream; each starts when its
+// stream is free and everything in `after` has ended. A transfer starts when both ends have come to
+// it. Channels do not share bandwidth. That ranks wait for each other is an outcome, not an input.
 #pragma once
 
 #include <cstdint>
@@ -25,9 +25,9 @@ struct LinkCost {
 };
 
 struct CostModel {
-  LinkCost inner, outer;   ///< between ranks of a node, between nodes
-  int64_t kv_bytes = 0;    ///< K and V of one shard
-  int64_t grad_bytes = 0;  ///< dk and dv of one shard as they travel
+  LinkCost inner = {}, outer = {};  ///< between ranks of a node, between nodes
+  int64_t kv_bytes = 0;             ///< K and V of one shard
+  int64_t grad_bytes = 0;           ///< dk and dv of one shard as they travel
   /// Zeroing or adding one shard's gradients.
   double grad_pass_us = 0;
 };
@@ -39,24 +39,33 @@ struct OpTime {
   double begin_us = 0, end_us = 0;
 };
 
-struct Timeline {
-  std::vector<std::vector<OpTime>> ops;  ///< [cp_size][operations of the rank's schedule]
-  double total_us = 0;                   ///< the last operation of all ranks ends
-  std::vector<double> compute_us;        ///< [cp_size] sum of launches
+/// What the ranks compute, apart from the schedule.
+struct ComputeTimes {
+  std::vector<std::vector<double>> launch_us;  ///< [cp_size][launches], in list order
+  /// [cp_size] the launch over all columns at once, or empty: after a forward ring, before a
+  /// backward one. Its transfers run beside the ring and are taken to hide there.
+  std::vector<double> columns_us = {};
+  bool columns_first = false;  ///< backward
 };
 
-/// `launch_us` [cp_size][launches], in list order. An all-gather or reduce-scatter over L ranks
-/// takes L - 1 hops of one shard.
+struct Timeline {
+  std::vector<std::vector<OpTime>> ops;  ///< [cp_size][operations of the rank's schedule]
+  std::vector<OpTime> columns;           ///< [cp_size] or empty
+  double total_us = 0;                   ///< the last operation of all ranks ends
+  std::vector<double> compute_us;        ///< [cp_size] sum of launches, columns included
+};
+
+/// An all-gather or reduce-scatter over L ranks takes L - 1 hops of one shard.
 /// Errors: InvalidArgument where sizes differ; InternalError where the lists deadlock or do not
 /// match.
 Timeline simulate(const std::vector<ring::Schedule>& ranks, const topology::Topology& topology,
-                  const std::vector<std::vector<double>>& launch_us, const CostModel& cost);
+                  const ComputeTimes& compute, const CostModel& cost);
 
 /// How long a launch of so many pairs takes.
 struct LaunchCost {
   double us_per_pair = 0;
   double fixed_us = 0;
 };
-std::vector<std::vector<double>> launch_times(const StepLoads& loads, const LaunchCost& cost);
+ComputeTimes compute_times(const StepLoads& loads, const LaunchCost& cost, bool backward);
 
 }  // namespace mtraining::sim

@@ -42,7 +42,7 @@ double uniform_total_us(const ScheduleOptions& options, double shard_us, const C
   const int count = launches(ranks[0]);
   const double launch_us = shard_us * options.topology.cp_size() / count;
   const std::vector<std::vector<double>> times(ranks.size(), std::vector<double>(count, launch_us));
-  return simulate(ranks, options.topology, times, cost).total_us;
+  return simulate(ranks, options.topology, {.launch_us = times}, cost).total_us;
 }
 
 TEST(EventSimulation, FlatRingArrivesAtTheClosedForm) {
@@ -110,7 +110,8 @@ TEST(EventSimulation, NothingIsFasterThanComputationAndNothingSlowerThanOneAfter
               largest = std::max(largest, sum);
               all += sum;
             }
-            const Timeline timeline = simulate(ranks, topology, times, by_latency(3, 30));
+            const Timeline timeline =
+                simulate(ranks, topology, {.launch_us = times}, by_latency(3, 30));
             double serial = all;
             for (const auto& schedule : ranks)
               serial += 100.0 * static_cast<double>(schedule.ops.size());
@@ -142,8 +143,10 @@ TEST(EventSimulation, PrefetchAbsorbsAlternatingLoads) {
     for (int t = 0; t < 8; ++t) rank.push_back(t % 2 == 0 ? 100 : 10);
   }
   const CostModel cost = by_latency(50, 0);
-  const double one = simulate(schedules(near, false), near.topology, times, cost).total_us;
-  const double three = simulate(schedules(far, false), far.topology, times, cost).total_us;
+  const double one =
+      simulate(schedules(near, false), near.topology, {.launch_us = times}, cost).total_us;
+  const double three =
+      simulate(schedules(far, false), far.topology, {.launch_us = times}, cost).total_us;
   EXPECT_LT(three, one - 50);
 }
 
@@ -162,12 +165,33 @@ TEST(EventSimulation, ListsThatDoNotMatchAreAnErrorOfOurs) {
     ranks[1].ops[i].id = static_cast<int>(i);
     ranks[1].ops[i].after.clear();
   }
-  const std::vector<std::vector<double>> times(2, {1, 1});
+  const ComputeTimes times{.launch_us = {{1, 1}, {1, 1}}};
   EXPECT_THROW(simulate(ranks, options.topology, times, by_latency(1, 1)), InternalError);
   EXPECT_THROW(simulate(ranks, {1, 3}, times, by_latency(1, 1)), InvalidArgument);
-  EXPECT_THROW(
-      simulate(schedules(options, false), options.topology, {{1.0}, {1.0}}, by_latency(1, 1)),
-      InvalidArgument);
+  const ComputeTimes few{.launch_us = {{1}, {1}}};
+  EXPECT_THROW(simulate(schedules(options, false), options.topology, few, by_latency(1, 1)),
+               InvalidArgument);
+  const ComputeTimes columns{.launch_us = {{1, 1}, {1, 1}}, .columns_us = {1}};
+  EXPECT_THROW(simulate(schedules(options, false), options.topology, columns, by_latency(1, 1)),
+               InvalidArgument);
+}
+
+TEST(EventSimulation, ColumnsFollowAForwardRingAndPrecedeABackwardOne) {
+  const StepLoads loads{
+      .outer_step = {0, 0}, .by_step = {{10, 20}, {30, 5}}, .columns_once = {7, 9}};
+  const ScheduleOptions options{.topology = {1, 2}, .ring = RingKind::kFlat};
+  const LaunchCost cost{.us_per_pair = 2, .fixed_us = 1};
+  const ComputeTimes forward = compute_times(loads, cost, false);
+  EXPECT_EQ(forward.launch_us, (std::vector<std::vector<double>>{{21, 41}, {61, 11}}));
+  EXPECT_EQ(forward.columns_us, (std::vector<double>{15, 19}));
+  const Timeline after = simulate(schedules(options, false), options.topology, forward, {});
+  EXPECT_DOUBLE_EQ(after.columns[1].begin_us, 72);
+  EXPECT_DOUBLE_EQ(after.total_us, 91);
+  EXPECT_DOUBLE_EQ(after.compute_us[0], 77);
+  const Timeline before =
+      simulate(schedules(options, true), options.topology, compute_times(loads, cost, true), {});
+  EXPECT_DOUBLE_EQ(before.columns[0].end_us, 15);
+  EXPECT_DOUBLE_EQ(before.total_us, 91);
 }
 
 }  // namespace

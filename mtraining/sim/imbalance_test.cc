@@ -172,8 +172,8 @@ TEST(BlockStripedBalance, ResiduesNumberedNodeByNodeWouldMixDiagonals) {
 }
 
 TEST(BlockStripedBalance, ColumnsPerStepUndoIt) {
-  // Early columns crowd in few shards. In every step of the ring one rank holds such a shard and all
-  // others wait for it. Attended to once, columns are spread like the query rows.
+  // Early columns crowd in few shards. In every step of the ring one rank holds such a shard and
+  // all others wait for it. Attended to once, columns are spread like the query rows.
   const index::Index index = to_index(make_pattern("typical", 131072, 16));
   const ScheduleOptions ring = flat({4, 8});
   EXPECT_LT(balance(index, LayoutKind::kBlockStriped, 64, ring, ColumnCost::kOnce).lockstep, 1.02);
