@@ -18,6 +18,7 @@ struct SavedCall : torch::CustomClassHolder {
   RingContext* context = nullptr;
   std::shared_ptr<const index::Index> index;
   double softmax_scale = 0;
+  at::Tensor document_starts;  ///< not an input of the function: autograd refuses undefined ones
 };
 
 class SparseRingAttention : public torch::autograd::Function<SparseRingAttention> {
@@ -25,16 +26,16 @@ class SparseRingAttention : public torch::autograd::Function<SparseRingAttention
   static torch::autograd::variable_list forward(torch::autograd::AutogradContext* graph,
                                                 const at::Tensor& q, const at::Tensor& k,
                                                 const at::Tensor& v,
-                                                const c10::intrusive_ptr<SavedCall>& saved,
-                                                const at::Tensor& document_starts) {
+                                                const c10::intrusive_ptr<SavedCall>& saved) {
     at::AutoDispatchBelowADInplaceOrView guard;
     RingContext::State& state = saved->context->state();
     const std::shared_ptr<IndexPlan> plan =
         state.plans.find_or_make(saved->index, state.layout, state.cp_rank);
     const ForwardResult result = ring_forward(
         state, *plan,
-        checked_call(state, *plan, "forward", q, k, v, saved->softmax_scale, document_starts));
-    graph->save_for_backward({q, k, v, result.out, result.lse, document_starts});
+        checked_call(state, *plan, "forward", q, k, v, saved->softmax_scale,
+                     saved->document_starts));
+    graph->save_for_backward({q, k, v, result.out, result.lse});
     graph->saved_data["call"] = c10::IValue::make_capsule(saved);
     graph->mark_non_differentiable({result.lse});
     return {result.out, result.lse};
@@ -53,8 +54,8 @@ class SparseRingAttention : public torch::autograd::Function<SparseRingAttention
         state.plans.find_or_make(saved->index, state.layout, state.cp_rank);
     const BackwardResult result =
         checked_backward(state, *plan, grads[0], tensors[0], tensors[1], tensors[2], tensors[3],
-                         tensors[4], saved->softmax_scale, tensors[5]);
-    return {result.dq, result.dk, result.dv, at::Tensor(), at::Tensor()};
+                         tensors[4], saved->softmax_scale, saved->document_starts);
+    return {result.dq, result.dk, result.dv, at::Tensor()};
   }
 };
 
@@ -143,8 +144,8 @@ AttentionOutput sparse_ring_attention(RingContext& context, const at::Tensor& q,
   saved->context = &context;
   saved->index = output.index;
   saved->softmax_scale = call.softmax_scale;
-  const torch::autograd::variable_list results =
-      SparseRingAttention::apply(q, k, v, saved, documents);
+  saved->document_starts = documents;
+  const torch::autograd::variable_list results = SparseRingAttention::apply(q, k, v, saved);
   output.out = results[0];
   output.lse = results[1];
   return output;
