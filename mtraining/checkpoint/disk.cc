@@ -108,16 +108,26 @@ void sync_folder(const fs::path& path) {
   if (result != 0 && code != EINVAL && code != ENOTSUP) fail("flush the folder", path, code);
 }
 
+void sync_tree(const fs::path& path) {
+  for (const fs::directory_entry& entry : fs::directory_iterator(path)) {
+    if (entry.is_directory()) {
+      sync_tree(entry.path());
+      continue;
+    }
+    notify("sync", entry.path());
+    const int file = ::open(entry.path().c_str(), O_RDONLY | O_CLOEXEC);
+    if (file < 0) fail("open", entry.path(), errno);
+    const int result = ::fsync(file);
+    const int code = errno;
+    ::close(file);
+    if (result != 0) fail("flush", entry.path(), code);
+  }
+  sync_folder(path);
+}
+
 void rename_path(const fs::path& from, const fs::path& to) {
   notify("rename", to);
   if (::rename(from.c_str(), to.c_str()) != 0) fail(concat("rename to ", to.string()), from, errno);
-}
-
-bool exchange_paths(const fs::path& a, const fs::path& b) {
-  notify("exchange", b);
-  if (::renameat2(AT_FDCWD, a.c_str(), AT_FDCWD, b.c_str(), RENAME_EXCHANGE) == 0) return true;
-  if (errno == EINVAL || errno == ENOSYS || errno == ENOTSUP) return false;
-  fail(concat("exchange with ", b.string()), a, errno);
 }
 
 void remove_tree(const fs::path& path) {
@@ -141,7 +151,7 @@ void replace_text_file(const fs::path& path, std::string_view text) {
   sync_folder(path.parent_path());
 }
 
-void copy_file(const fs::path& from, const fs::path& to) {
+void copy_durably(const fs::path& from, const fs::path& to) {
   const int source = ::open(from.c_str(), O_RDONLY | O_CLOEXEC);
   MT_CHECK_ARG(source >= 0, from.string(), ": cannot be opened: ", std::strerror(errno));
   struct Closer {

@@ -17,8 +17,7 @@
 
 namespace mtraining::checkpoint {
 
-/// Called before each change with its name (create, reserve, write, sync, close, make_folder, sync_folder, rename, exchange,
-/// remove) and path. What it throws, the operation throws. For tests, which fail or kill a process at each operation in turn.
+/// Called before each change with its name (create, reserve, write, sync, close, make_folder, sync_folder, rename, remove) and path. What it throws, the operation throws. For tests, which fail or kill a process at each operation in turn.
 using DiskObserver = std::function<void(std::string_view operation, const std::filesystem::path&)>;
 /// Replaces the observer of the whole process; empty for none. Call it while nothing is being written.
 void observe_disk(DiskObserver observer);
@@ -48,10 +47,10 @@ class OutputFile {
 void make_folder(const std::filesystem::path& path, bool exists_ok = false);
 /// Flushes the names in a folder.
 void sync_folder(const std::filesystem::path& path);
+/// Flushes all files and folders of a tree, whoever wrote them on this machine.
+void sync_tree(const std::filesystem::path& path);
 /// Atomic. Replaces a file; a folder only where it is empty.
 void rename_path(const std::filesystem::path& from, const std::filesystem::path& to);
-/// Swaps two names in one atomic step. False where the file system cannot (nothing changed then).
-bool exchange_paths(const std::filesystem::path& a, const std::filesystem::path& b);
 /// Removes a file or a folder with all it holds; no error where there is none.
 void remove_tree(const std::filesystem::path& path);
 /// Writes and flushes a small file.
@@ -59,6 +58,6 @@ void write_text_file(const std::filesystem::path& path, std::string_view text);
 /// Replaces a small file atomically: a reader sees the old or the new text, never a part.
 void replace_text_file(const std::filesystem::path& path, std::string_view text);
 /// Copies and flushes a file. Errors: InvalidArgument where `from` cannot be read.
-void copy_file(const std::filesystem::path& from, const std::filesystem::path& to);
+void copy_durably(const std::filesystem::path& from, const std::filesystem::path& to);
 
 }  // namespace mtraining::checkpoint

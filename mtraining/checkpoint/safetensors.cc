@@ -44,12 +44,6 @@ const TypeName& entry_of(StoredType type) {
   throw InternalError("no such StoredType");
 }
 
-std::optional<StoredType> parse_type(std::string_view name) {
-  for (const TypeName& entry : kTypes)
-    if (entry.name == name) return entry.type;
-  return std::nullopt;
-}
-
 std::optional<int64_t> as_size(const json& value) {
   if (!value.is_number_unsigned() && !(value.is_number_integer() && value.get<int64_t>() >= 0))
     return std::nullopt;
@@ -63,6 +57,12 @@ std::optional<int64_t> as_size(const json& value) {
 int64_t bytes_of(StoredType type) { return entry_of(type).bytes; }
 
 std::string_view to_string(StoredType type) { return entry_of(type).name; }
+
+std::optional<StoredType> parse_stored_type(std::string_view name) {
+  for (const TypeName& entry : kTypes)
+    if (entry.name == name) return entry.type;
+  return std::nullopt;
+}
 
 int64_t num_elements(const TensorSpec& spec) {
   // In floating point beside the product: a factor of 0 after an overflow would hide it.
@@ -180,7 +180,7 @@ void SafetensorsFile::read_header(std::string_view header, int64_t data_begin) {
     const json& dtype = entry["dtype"];
     MT_CHECK_ARG(dtype.is_string(), what, ": expected dtype to be a string, got ",
                  dtype.type_name());
-    const auto type = parse_type(dtype.get_ref<const std::string&>());
+    const auto type = parse_stored_type(dtype.get_ref<const std::string&>());
     MT_CHECK_SUPPORTED(type.has_value(), what,
                        ": expected dtype F64, F32, BF16, F16, I64, I32, U8 or BOOL, got ",
                        in_quotes(dtype.get_ref<const std::string&>()));

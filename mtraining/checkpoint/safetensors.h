@@ -13,6 +13,7 @@
 #include <filesystem>
 #include <map>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -24,6 +25,8 @@ enum class StoredType { kF64, kF32, kBF16, kF16, kI64, kI32, kU8, kBool };
 int64_t bytes_of(StoredType type);
 /// As the format spells it: "BF16".
 std::string_view to_string(StoredType type);
+/// The inverse; none for other names.
+std::optional<StoredType> parse_stored_type(std::string_view name);
 
 struct TensorSpec {
   std::string name;

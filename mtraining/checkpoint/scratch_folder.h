@@ -15,6 +15,12 @@
 
 namespace mtraining::checkpoint {
 
+/// A folder in memory where the machine has one: hundreds of flushes to a device take a minute and prove no more.
+inline std::filesystem::path memory_folder() {
+  const std::filesystem::path folder = "/dev/shm";
+  return std::filesystem::is_directory(folder) ? folder : std::filesystem::temp_directory_path();
+}
+
 class ScratchFolder {
  public:
   explicit ScratchFolder(

@@ -1,0 +1,66 @@
+// Publication: puts a checkpoint into place whole or not at all, keeps the last few, finds the one to go on from.
+//
+// In:   a folder of checkpoints, a function by which each rank writes its files. Out: <root>/step-00000010, and <root>/latest
+//       that names it. Next: the trainer's saving and --resume.
+//
+// Order: write into <root>/.incomplete-step-N; flush files and folders; write complete.json, which lists all files and sizes;
+// rename to step-N; flush the root; replace `latest`; remove what was published before the last `keep`. A process that dies, or a disk
+// that fills, at any point leaves the newest published checkpoint whole. Whether a folder is complete is said by complete.json
+// and the sizes on disk, never by its name; which is newest, by a number in it that counts publications, so that a run that went
+// back to an older checkpoint goes on from its own. All ranks must see the same file system. Torch-free.
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <functional>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace mtraining::checkpoint {
+
+/// Collective: every rank passes its own error, "" for none; all get the same answer: the error of the lowest rank that has
+/// one, or "". Must not return before every rank has called it.
+using Agreement = std::function<std::string(const std::string& error)>;
+/// The Agreement of a single process.
+std::string agree_alone(const std::string& error);
+
+struct PublicationOptions {
+  std::filesystem::path root;  ///< made where it does not exist
+  int64_t train_step = 0;
+  int rank = 0;
+  int keep = 2;  ///< last published checkpoints that stay; 0: all
+};
+
+/// Collective: all ranks, with the same root, train_step and keep. `write` is called on every rank once the folder exists and
+/// writes that rank's files into it; `verify`, which may be empty, is called on rank 0 once all have written, and throws where
+/// the whole is not good. A checkpoint of the same step is replaced. Returns <root>/step-N on every rank.
+/// Errors: on every rank the same ExternalError, the message of the lowest rank that failed; what was written is removed then.
+std::filesystem::path publish(
+    const PublicationOptions& options,
+    const std::function<void(const std::filesystem::path& folder)>& write,
+    const std::function<void(const std::filesystem::path& folder)>& verify, const Agreement& agree);
+
+/// Why a folder is no complete checkpoint, in one sentence; "" where it is one. Cost: a stat a file.
+std::string incomplete_reason(const std::filesystem::path& folder);
+
+struct PublishedCheckpoint {
+  std::filesystem::path folder;
+  int64_t train_step = 0;
+  int64_t publication = 0;  ///< counts up with each checkpoint published in this root
+};
+struct CheckpointList {
+  std::vector<PublishedCheckpoint> complete;  ///< ascending by publication
+  std::vector<std::string> ignored;           ///< one sentence for each folder that is not complete
+};
+/// What a folder of checkpoints holds; empty where it does not exist.
+CheckpointList list_checkpoints(const std::filesystem::path& root);
+/// For --resume=auto: the complete checkpoint that was published last; none where there is none.
+std::optional<PublishedCheckpoint> find_newest(const std::filesystem::path& root);
+
+/// Copies tokenizer, chat template and generation settings from a Hugging Face folder; those that it does not have are left
+/// out. Returns the names copied, ascending. Errors: InvalidArgument, ExternalError.
+std::vector<std::string> copy_companion_files(const std::filesystem::path& from,
+                                              const std::filesystem::path& to);
+
+}  // namespace mtraining::checkpoint
