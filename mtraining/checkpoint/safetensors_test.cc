@@ -210,7 +210,7 @@ TEST(Safetensors, FilesThatAreNoSafetensorsAreNamed) {
 }
 
 TEST(Safetensors, EveryTruncationAndEveryFlippedBitGivesOneErrorOrAWholeFile) {
-  const ScratchFolder folder;
+  const ScratchFolder folder(memory_folder());
   const auto path = folder / "a.safetensors";
   {
     SafetensorsWriter writer(path, {{"model.a", StoredType::kF32, {3, 2}},

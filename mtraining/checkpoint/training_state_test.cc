@@ -83,7 +83,7 @@ void expect_says(const std::string& error, const std::vector<std::string>& parts
 
 TEST(TrainingState, AnyNumberOfRanksReadsWhatAnyOtherNumberWrote) {
   for (const int writers : {1, 2, 3, 4, 8, 40}) {
-    const ScratchFolder folder;
+    const ScratchFolder folder(memory_folder());
     write_all(folder.path(), writers);
     for (const int readers : {1, 2, 3, 5, 8}) {
       TrainingState state(folder.path());
@@ -107,7 +107,7 @@ TEST(TrainingState, AnyNumberOfRanksReadsWhatAnyOtherNumberWrote) {
 }
 
 TEST(TrainingState, ReadingBeyondATensorIsRefused) {
-  const ScratchFolder folder;
+  const ScratchFolder folder(memory_folder());
   write_all(folder.path(), 2);
   TrainingState state(folder.path());
   std::vector<std::byte> room(12);
@@ -123,7 +123,7 @@ TEST(TrainingState, ReadingBeyondATensorIsRefused) {
 
 TEST(TrainingState, PiecesMustCoverEachTensorOnce) {
   const auto with = [](auto change) {
-    const ScratchFolder folder;
+    const ScratchFolder folder(memory_folder());
     std::vector<std::vector<StatePiece>> ranks = {pieces_of(0, 2), pieces_of(1, 2)};
     change(ranks);
     return error_of([&] {
@@ -149,7 +149,7 @@ TEST(TrainingState, PiecesMustCoverEachTensorOnce) {
 
 TEST(TrainingState, RanksThatDoNotBelongTogetherAreRefused) {
   {
-    const ScratchFolder folder;
+    const ScratchFolder folder(memory_folder());
     write_all(folder.path(), 4);
     fs::remove(folder / "rank-00002-of-00004.json");
     expect_says(open_error(folder.path()), {"rank-00002-of-00004.json", "No such file"});
@@ -157,26 +157,26 @@ TEST(TrainingState, RanksThatDoNotBelongTogetherAreRefused) {
     expect_says(open_error(folder.path()), {"rank-00001-of-00004.safetensors", "No such file"});
   }
   {
-    const ScratchFolder folder;
+    const ScratchFolder folder(memory_folder());
     write_all(folder.path(), 2);
     write_rank(folder.path(), 0, 3, pieces_of(0, 3));
     expect_says(open_error(folder.path()), {"one number of ranks", "-of-00002", "-of-00003"});
   }
   {
-    const ScratchFolder folder;
+    const ScratchFolder folder(memory_folder());
     write_all(folder.path(), 2);
     Progress other = some_progress();
     other.train_step = 11;
     write_rank(folder.path(), 1, 2, pieces_of(1, 2), other);
     expect_says(open_error(folder.path()), {"rank-00001", "train_step 11", "train_step 10"});
   }
-  const ScratchFolder folder;
+  const ScratchFolder folder(memory_folder());
   expect_says(open_error(folder.path()), {"expected files rank-"});
   expect_says(open_error(folder / "none"), {"expected a folder"});
 }
 
 TEST(TrainingState, AnyDamagedByteOfATensorIsFoundWhenItIsRead) {
-  const ScratchFolder folder;
+  const ScratchFolder folder(memory_folder());
   write_all(folder.path(), 2);
   const fs::path path = folder / "rank-00001-of-00002.safetensors";
   const std::string whole = get_text(path);
@@ -197,7 +197,7 @@ TEST(TrainingState, AnyDamagedByteOfATensorIsFoundWhenItIsRead) {
 }
 
 TEST(TrainingState, ADamagedListIsOneError) {
-  const ScratchFolder folder;
+  const ScratchFolder folder(memory_folder());
   write_all(folder.path(), 2);
   const fs::path path = folder / "rank-00001-of-00002.json";
   const std::string whole = get_text(path);
@@ -228,7 +228,7 @@ TEST(TrainingState, ADamagedListIsOneError) {
 }
 
 TEST(TrainingState, WriterRefusesNotesThatAreNoJsonAndPiecesLeftShort) {
-  const ScratchFolder folder;
+  const ScratchFolder folder(memory_folder());
   Progress progress = some_progress();
   progress.notes = "{";
   expect_says(error_of([&] { TrainingStateWriter(folder.path(), 0, 1, {}, progress); }),

@@ -1,0 +1,173 @@
+#include "mtraining/checkpoint/weights.h"
+
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include <functional>
+
+#include "mtraining/checkpoint/scratch_folder.h"
+
+namespace mtraining::checkpoint {
+namespace {
+
+model::DecoderConfig tiny(bool tied) {
+  model::DecoderConfig config;
+  config.vocab_size = 48;
+  config.hidden_size = 32;
+  config.intermediate_size = 40;
+  config.num_hidden_layers = 2;
+  config.num_attention_heads = 4;
+  config.num_key_value_heads = 2;
+  config.head_dim = 8;
+  config.tie_word_embeddings = tied;
+  return config;
+}
+
+/// Parameters that are all different from one another, biases and norms too.
+model::DecoderParameters random_parameters(bool tied, int64_t seed) {
+  model::DecoderParameters parameters = model::init_parameters(tiny(tied), seed);
+  for (const model::Parameter& each : parameters.list()) {
+    auto generator =
+        at::make_generator<at::CPUGeneratorImpl>(seed + std::hash<std::string>()(each.name));
+    each.value.detach().normal_(0, 1, generator);
+  }
+  return parameters;
+}
+
+void expect_same(const std::vector<model::Parameter>& a, const std::vector<model::Parameter>& b) {
+  ASSERT_EQ(a.size(), b.size());
+  for (size_t i = 0; i < a.size(); ++i) {
+    EXPECT_EQ(a[i].name, b[i].name);
+    EXPECT_TRUE(at::equal(a[i].value, b[i].value)) << a[i].name;
+  }
+}
+
+void expect_says(const std::string& error, const std::vector<std::string>& parts) {
+  for (const std::string& part : parts)
+    EXPECT_NE(error.find(part), std::string::npos) << "expected " << part << " in: " << error;
+}
+
+std::string load_error(const std::filesystem::path& folder,
+                       const std::vector<model::Parameter>& parameters, bool tied) {
+  return error_of([&] { load_weights(WeightFolder(folder), parameters, tied); });
+}
+
+TEST(Weights, SavedAndLoadedAreTheSameBitForBit) {
+  for (const bool tied : {false, true})
+    for (const int64_t shard_bytes : {int64_t{2000}, int64_t{1} << 30}) {
+      const ScratchFolder folder;
+      const auto saved = random_parameters(tied, 1).list();
+      save_weights(folder.path(), saved, at::kFloat, shard_bytes);
+      const auto loaded = random_parameters(tied, 2).list();
+      load_weights(WeightFolder(folder.path()), loaded, tied);
+      expect_same(loaded, saved);
+      EXPECT_EQ(WeightFolder(folder.path()).find("lm_head.weight") != nullptr, !tied);
+    }
+}
+
+TEST(Weights, FloatTypesConvertAsTorchDoes) {
+  for (const at::ScalarType stored : {at::kDouble, at::kFloat, at::kBFloat16, at::kHalf})
+    for (const at::ScalarType wanted : {at::kFloat, at::kBFloat16}) {
+      const ScratchFolder folder;
+      const auto saved = random_parameters(false, 1).list();
+      save_weights(folder.path(), saved, stored);
+      std::vector<model::Parameter> loaded;
+      for (const auto& each : saved)
+        loaded.push_back({each.name, at::zeros_like(each.value.detach(), wanted)});
+      load_weights(WeightFolder(folder.path()), loaded, false);
+      for (size_t i = 0; i < saved.size(); ++i)
+        EXPECT_TRUE(at::equal(loaded[i].value, saved[i].value.detach().to(stored).to(wanted)));
+    }
+}
+
+TEST(Weights, ATiedHeadSharesTheEmbeddingBeforeAndAfterLoadingAndAStep) {
+  const ScratchFolder folder;
+  save_weights(folder.path(), random_parameters(true, 1).list(), at::kFloat);
+  const model::DecoderParameters parameters = random_parameters(true, 2);
+  load_weights(WeightFolder(folder.path()), parameters.list(), true);
+  const auto shares = [&] {
+    return parameters.lm_head.data_ptr() == parameters.embed_tokens.data_ptr() &&
+           at::equal(parameters.lm_head, parameters.embed_tokens);
+  };
+  EXPECT_TRUE(shares());
+  // One use as a table of rows and one as a matrix: the gradient is the sum of both.
+  const at::Tensor ids = at::tensor({int64_t{3}, int64_t{3}, int64_t{7}});
+  const at::Tensor rows = parameters.embed_tokens.index_select(0, ids);
+  const at::Tensor loss = rows.sum() + 2 * parameters.lm_head.sum();
+  loss.backward();
+  at::Tensor want = at::full({48, 32}, 2.0f);
+  want[3] += 2;
+  want[7] += 1;
+  EXPECT_TRUE(at::equal(parameters.embed_tokens.grad(), want));
+  parameters.embed_tokens.detach().sub_(0.1 * parameters.embed_tokens.grad());
+  EXPECT_TRUE(shares());
+}
+
+TEST(Weights, ATiedHeadInTheFileMustBeTheEmbedding) {
+  const model::DecoderParameters parameters = random_parameters(true, 1);
+  auto saved = parameters.list();
+  saved.push_back({"lm_head.weight", parameters.embed_tokens.detach().clone()});
+  const auto loaded = random_parameters(true, 2).list();
+  {
+    const ScratchFolder folder;
+    save_weights(folder.path(), saved, at::kFloat);
+    EXPECT_EQ(load_error(folder.path(), loaded, true), "");
+    expect_same(loaded, parameters.list());
+  }
+  saved.back().value[5][5] += 1;
+  const ScratchFolder folder;
+  save_weights(folder.path(), saved, at::kFloat);
+  expect_says(load_error(folder.path(), loaded, true),
+              {"tie_word_embeddings is true", "\"lm_head.weight\" differs"});
+}
+
+TEST(Weights, MissingUnusedAndMisshapenTensorsAreNamedAndNothingIsTouched) {
+  const auto with = [](bool tied, auto change) {
+    const ScratchFolder folder;
+    auto saved = random_parameters(false, 1).list();
+    change(saved);
+    save_weights(folder.path(), saved, at::kFloat);
+    const auto loaded = random_parameters(tied, 2).list();
+    const std::string error = load_error(folder.path(), loaded, tied);
+    if (!error.empty()) expect_same(loaded, random_parameters(tied, 2).list());
+    return error;
+  };
+  const auto drop = [](const std::string& part) {
+    return [part](std::vector<model::Parameter>& list) {
+      std::erase_if(list,
+                    [&](const auto& each) { return each.name.find(part) != std::string::npos; });
+    };
+  };
+  EXPECT_EQ(with(false, [](auto&) {}), "");
+  expect_says(with(false, drop("lm_head")), {"1 parameters missing: \"lm_head.weight\""});
+  expect_says(with(false, drop("k_proj.bias")),
+              {"2 parameters missing", "\"model.layers.0.self_attn.k_proj.bias\""});
+  expect_says(with(false, drop("layers.1")), {"12 parameters missing", ", .."});
+  expect_says(with(false,
+                   [](auto& list) {
+                     list.push_back({"model.extra", at::ones({2})});
+                   }),
+              {"1 tensors unused: \"model.extra\""});
+  expect_says(with(false,
+                   [](auto& list) {
+                     list[1].value = at::ones({3, 5});
+                   }),
+              {"1 shapes differ", "got F32 [3, 5]"});
+  EXPECT_EQ(with(false,
+                 [](auto& list) {
+                   list.push_back({"model.layers.0.self_attn.rotary_emb.inv_freq", at::ones({4})});
+                 }),
+            "");
+}
+
+TEST(Weights, EveryStoredTypeHasItsCounterpart) {
+  for (const at::ScalarType type : {at::kDouble, at::kFloat, at::kBFloat16, at::kHalf, at::kLong,
+                                    at::kInt, at::kByte, at::kBool}) {
+    EXPECT_EQ(scalar_type_of(stored_type_of(type)), type);
+    EXPECT_EQ(bytes_of(stored_type_of(type)), static_cast<int64_t>(at::elementSize(type)));
+  }
+  expect_says(error_of([] { stored_type_of(at::kComplexFloat); }), {"ComplexFloat"});
+}
+
+}  // namespace
+}  // namespace mtraining::checkpoint
