@@ -25,20 +25,18 @@ struct BackwardScratch {
         dout_rows(kTile * depth),
         dout_lanes(kTile * depth),
         dq(kTile * depth),
-        k_rows(kTile * depth),
-        v_rows(kTile * depth),
-        gradient(kTile * depth),
         p(kTile * kTile),
-        dp(kTile * kTile) {}
-  Scratch<T> q_rows, q_lanes, dout_rows, dout_lanes, dq, k_rows, v_rows, gradient, p, dp;
+        dp(kTile * kTile),
+        keys(depth),
+        values(depth),
+        key_gradients(depth),
+        value_gradients(depth) {}
+  Scratch<T> q_rows, q_lanes, dout_rows, dout_lanes, dq, p, dp;
+  KeyRows<T> keys, values;
+  GradientRows<T> key_gradients, value_gradients;
   alignas(64) T lse[kTile], delta[kTile];
   QueryTile<T> q;
-  KeyTile<T> k;
-};
-
-/// Key rows of all sources, in units of 64 rows of one source after the other.
-struct Range {
-  int64_t begin = 0, end = 0;
+  KeyTile<T> k[2];
 };
 
 template <typename T>
@@ -57,7 +55,7 @@ class Backward {
   void run() {
     const int64_t groups = p_.batch * p_.num_kv_heads;
     if (groups == 0 || num_q_blocks_ == 0 || first_unit_.back() == 0) return;
-    const std::vector<std::vector<Range>> ranges = split();
+    const std::vector<std::vector<KeyRange>> ranges = split();
     const int64_t parts = static_cast<int64_t>(ranges[0].size());
     std::vector<Progress> progress(groups * parts);
     std::vector<std::unique_ptr<BackwardScratch<T>>> scratch(num_threads());
@@ -83,7 +81,7 @@ class Backward {
   };
 
   /// Ranges of about equal work for every (sample, kv head); late keys, which fewer queries see, come first.
-  std::vector<std::vector<Range>> split() const {
+  std::vector<std::vector<KeyRange>> split() const {
     const int64_t groups = p_.batch * p_.num_kv_heads, units = first_unit_.back();
     std::vector<std::vector<double>> work(groups, std::vector<double>(units, 0.0));
     double tiles = 0;
@@ -113,12 +111,12 @@ class Backward {
         }
       }
     }
-    // A range repeats the loading of q and dout: worth it from two tiles a step on.
+    // A range repeats the loading of q and dout: worth it from four tiles a step on.
     const double steps = static_cast<double>(p_.batch * p_.num_q_heads * num_q_blocks_);
     const int64_t wanted = (kTasks + groups - 1) / groups;
     const int64_t parts =
-        std::max<int64_t>(1, std::min<int64_t>(wanted, static_cast<int64_t>(tiles / (2 * steps))));
-    std::vector<std::vector<Range>> ranges(groups);
+        std::max<int64_t>(1, std::min<int64_t>(wanted, static_cast<int64_t>(tiles / (4 * steps))));
+    std::vector<std::vector<KeyRange>> ranges(groups);
     for (int64_t g = 0; g < groups; ++g) {
       double total = 0, done = 0;
       for (const double w : work[g]) total += w;
@@ -136,7 +134,7 @@ class Backward {
     return ranges;
   }
 
-  void key_range(int64_t kv_group, const Range& range, const Progress* before, Progress& mine,
+  void key_range(int64_t kv_group, const KeyRange& range, const Progress* before, Progress& mine,
                  BackwardScratch<T>& s) const {
     const int64_t batch = kv_group / p_.num_kv_heads, kv_head = kv_group % p_.num_kv_heads;
     int64_t step = 0;
@@ -159,44 +157,49 @@ class Backward {
 
   /// This range's part of dq of one query block into scratch, of dk and dv into memory. False where it sees no key.
   bool query_block(int64_t batch, int64_t head, int64_t kv_head, int64_t q_block,
-                   const Range& range, BackwardScratch<T>& s) const {
+                   const KeyRange& range, BackwardScratch<T>& s) const {
     const int64_t row = batch * p_.num_q_heads + head;
     make_query_tile(p_, batch, q_block, s.q);
     hide_empty_rows(row, s);
+    const int64_t bytes = size_of(p_.dtype);
+    const auto keys_of = [&](int n) { return head_of(p_.sources[n].k, batch, kv_head, p_.dtype); };
+    const auto values_of = [&](int n) {
+      return head_of(p_.sources[n].v, batch, kv_head, p_.dtype);
+    };
     bool loaded = false;
-    for (int n = 0; n < p_.num_sources; ++n) {
-      const KeySource& source = p_.sources[n];
-      const int64_t begin = std::max(range.begin, first_unit_[n]) - first_unit_[n];
-      const int64_t end = std::min(range.end, first_unit_[n + 1]) - first_unit_[n];
-      if (begin >= end) continue;
-      const void* k_head = head_of(source.k, batch, kv_head, p_.dtype);
-      const void* v_head = head_of(source.v, batch, kv_head, p_.dtype);
-      T* dk_head = head_of<T>(source.dk, batch, kv_head);
-      T* dv_head = head_of<T>(source.dv, batch, kv_head);
-      for_each_key_tile(p_, source, row, q_block, s.q, begin, end, s.k, [&](const KeyTile<T>& k) {
-        if (!loaded) load_queries(batch, head, s);
-        const int64_t keys = k.num_keys;
-        ops_.load_rows(p_.dtype, k_head, source.k.stride_token, k.rows, keys, p_.head_dim, depth_,
-                       s.k_rows);
-        ops_.load_rows(p_.dtype, v_head, source.v.stride_token, k.rows, keys, p_.head_dim, depth_,
-                       s.v_rows);
-        compute_scores<T>(ops_, p_, row, s.q, k, depth_, s.k_rows, s.q_lanes, s.p);
-        ops_.probabilities(keys, s.lse, s.p);
-        ops_.product(keys, kTile, depth_, s.v_rows, depth_, s.dout_lanes, kTile, s.dp, kTile,
-                     false);
-        ops_.score_gradients(keys, s.p, s.delta, static_cast<T>(p_.softmax_scale), s.dp);
-        ops_.product(keys, depth_, kTile, s.p, kTile, s.dout_rows, depth_, s.gradient, depth_,
-                     false);
-        ops_.add_rows(s.gradient, depth_, k.rows, keys, p_.head_dim, dv_head,
-                      source.dv.stride_token);
-        ops_.product(keys, depth_, kTile, s.dp, kTile, s.q_rows, depth_, s.gradient, depth_, false);
-        ops_.add_rows(s.gradient, depth_, k.rows, keys, p_.head_dim, dk_head,
-                      source.dk.stride_token);
-        ops_.product_transposed(kTile, depth_, keys, s.dp, kTile, s.k_rows, depth_, s.dq, depth_,
-                                loaded);
-        loaded = true;
-      });
-    }
+    for_each_key_tile(
+        p_, row, q_block, s.q, range, s.k,
+        [&](const KeyTile<T>& k) {
+          const KeySource& source = p_.sources[k.source];
+          prefetch_rows<false>(keys_of(k.source), source.k.stride_token, k.rows, k.num_keys,
+                               p_.head_dim, bytes);
+          prefetch_rows<false>(values_of(k.source), source.v.stride_token, k.rows, k.num_keys,
+                               p_.head_dim, bytes);
+          prefetch_rows<true>(head_of<T>(source.dk, batch, kv_head), source.dk.stride_token, k.rows,
+                              k.num_keys, p_.head_dim, sizeof(T));
+          prefetch_rows<true>(head_of<T>(source.dv, batch, kv_head), source.dv.stride_token, k.rows,
+                              k.num_keys, p_.head_dim, sizeof(T));
+        },
+        [&](const KeyTile<T>& k) {
+          const KeySource& source = p_.sources[k.source];
+          if (!loaded) load_queries(batch, head, s);
+          const int64_t keys = k.num_keys;
+          const T scale = static_cast<T>(p_.softmax_scale);
+          const T* const* k_rows = s.keys.point(ops_, p_, source.k, batch, kv_head, k);
+          const T* const* v_rows = s.values.point(ops_, p_, source.v, batch, kv_head, k);
+          T* const* dk_rows = s.key_gradients.point(p_, source.dk, batch, kv_head, k);
+          T* const* dv_rows = s.value_gradients.point(p_, source.dv, batch, kv_head, k);
+          compute_scores<T>(ops_, p_, row, s.q, k, depth_, k_rows, s.q_lanes, s.p);
+          ops_.probabilities(keys, s.lse, s.p);
+          ops_.scores(keys, depth_, v_rows, s.dout_lanes, s.dp);
+          ops_.score_gradients(keys, s.p, s.delta, scale, s.dp);
+          ops_.key_gradients(keys, depth_, s.p, s.dout_rows, dv_rows);
+          ops_.key_gradients(keys, depth_, s.dp, s.q_rows, dk_rows);
+          ops_.query_gradients(keys, depth_, s.dp, k_rows, loaded, s.dq);
+          s.key_gradients.finish(ops_, p_, k);
+          s.value_gradients.finish(ops_, p_, k);
+          loaded = true;
+        });
     return loaded;
   }
 

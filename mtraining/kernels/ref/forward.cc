@@ -20,12 +20,14 @@ struct ForwardScratch {
       : rows(kTile * depth),
         q_lanes(kTile * depth),
         out_lanes(kTile * depth),
-        values(kTile * depth),
-        scores(kTile * kTile) {}
-  Scratch<T> rows, q_lanes, out_lanes, values, scores;
+        scores(kTile * kTile),
+        keys(depth),
+        values(depth) {}
+  Scratch<T> rows, q_lanes, out_lanes, scores;
+  KeyRows<T> keys, values;
   alignas(64) T row_max[kTile], row_sum[kTile], rescale[kTile];
   QueryTile<T> q;
-  KeyTile<T> k;
+  KeyTile<T> k[2];
 };
 
 template <typename T>
@@ -57,32 +59,38 @@ class Forward {
       s.row_max[i] = -std::numeric_limits<T>::infinity();
       s.row_sum[i] = 0;
     }
+    const auto keys_of = [&](int n) {
+      return head_of(p_.sources[n].k, batch, head / group_, p_.dtype);
+    };
+    const auto values_of = [&](int n) {
+      return head_of(p_.sources[n].v, batch, head / group_, p_.dtype);
+    };
     bool loaded = false;
-    for (int n = 0; n < p_.num_sources; ++n) {
-      const KeySource& source = p_.sources[n];
-      const void* k_head = head_of(source.k, batch, head / group_, p_.dtype);
-      const void* v_head = head_of(source.v, batch, head / group_, p_.dtype);
-      for_each_key_tile(
-          p_, source, row, q_block, s.q, 0, blocks_of(source.num_keys), s.k,
-          [&](const KeyTile<T>& k) {
-            if (!loaded) {
-              ops_.load_rows(p_.dtype, head_of(p_.q, batch, head, p_.dtype), p_.q.stride_token,
-                             s.q.rows, kTile, p_.head_dim, depth_, s.rows);
-              ops_.transpose_to_lanes(s.rows, depth_, static_cast<T>(p_.softmax_scale), s.q_lanes);
-            }
-            ops_.load_rows(p_.dtype, k_head, source.k.stride_token, k.rows, k.num_keys, p_.head_dim,
-                           depth_, s.rows);
-            compute_scores<T>(ops_, p_, row, s.q, k, depth_, s.rows, s.q_lanes, s.scores);
-            const bool moved =
-                ops_.online_softmax(k.num_keys, s.scores, s.row_max, s.row_sum, s.rescale);
-            if (loaded && moved) ops_.scale_lanes(depth_, s.rescale, s.out_lanes);
-            ops_.load_rows(p_.dtype, v_head, source.v.stride_token, k.rows, k.num_keys, p_.head_dim,
-                           depth_, s.values);
-            ops_.product_transposed(depth_, kTile, k.num_keys, s.values, depth_, s.scores, kTile,
-                                    s.out_lanes, kTile, loaded);
-            loaded = true;
-          });
-    }
+    for_each_key_tile(
+        p_, row, q_block, s.q, KeyRange{}, s.k,
+        [&](const KeyTile<T>& k) {
+          const KeySource& source = p_.sources[k.source];
+          prefetch_rows<false>(keys_of(k.source), source.k.stride_token, k.rows, k.num_keys,
+                               p_.head_dim, size_of(p_.dtype));
+          prefetch_rows<false>(values_of(k.source), source.v.stride_token, k.rows, k.num_keys,
+                               p_.head_dim, size_of(p_.dtype));
+        },
+        [&](const KeyTile<T>& k) {
+          const KeySource& source = p_.sources[k.source];
+          if (!loaded) {
+            ops_.load_rows(p_.dtype, head_of(p_.q, batch, head, p_.dtype), p_.q.stride_token,
+                           s.q.rows, kTile, p_.head_dim, depth_, s.rows);
+            ops_.transpose_to_lanes(s.rows, depth_, static_cast<T>(p_.softmax_scale), s.q_lanes);
+          }
+          const T* const* k_rows = s.keys.point(ops_, p_, source.k, batch, head / group_, k);
+          compute_scores<T>(ops_, p_, row, s.q, k, depth_, k_rows, s.q_lanes, s.scores);
+          const bool moved =
+              ops_.online_softmax(k.num_keys, s.scores, s.row_max, s.row_sum, s.rescale);
+          if (loaded && moved) ops_.scale_lanes(depth_, s.rescale, s.out_lanes);
+          const T* const* v_rows = s.values.point(ops_, p_, source.v, batch, head / group_, k);
+          ops_.weighted_values(k.num_keys, depth_, v_rows, s.scores, loaded, s.out_lanes);
+          loaded = true;
+        });
     finish(batch, head, loaded, s);
   }
 

@@ -42,12 +42,20 @@ struct TileOps {
   void (*add_rows)(const T* tile, int64_t depth, const int32_t* rows, int64_t num_rows,
                    int64_t head_dim, T* dst, int64_t stride);
 
-  /// c[m][n] (+)= sum_k a[m][k] b[k][n]. m: multiple of 8; n: multiple of 16.
-  void (*product)(int64_t m, int64_t n, int64_t k, const T* a, int64_t lda, const T* b, int64_t ldb,
-                  T* c, int64_t ldc, bool add);
-  /// The same with a stored as a[k][m].
-  void (*product_transposed)(int64_t m, int64_t n, int64_t k, const T* a, int64_t lda, const T* b,
-                             int64_t ldb, T* c, int64_t ldc, bool add);
+  // The five products of attention. Keys are reached by a pointer to each row, so that they can stay where they are; num_keys
+  // is a multiple of 8, depth of 16. Rows that are not computed point to zeros, or to memory that nobody reads.
+
+  /// scores[j][i] = sum_d rows[j][d] lanes[d][i]: k and q give the scores, v and dout give dp.
+  void (*scores)(int64_t num_keys, int64_t depth, const T* const* rows, const T* lanes, T* scores);
+  /// out[d][i] (+)= sum_j rows[j][d] weights[j][i].
+  void (*weighted_values)(int64_t num_keys, int64_t depth, const T* const* rows, const T* weights,
+                          bool add, T* out);
+  /// rows[j][d] += sum_i weights[j][i] queries[i][d]: dv from p and dout, dk from ds and q.
+  void (*key_gradients)(int64_t num_keys, int64_t depth, const T* weights, const T* queries,
+                        T* const* rows);
+  /// queries[i][d] (+)= sum_j weights[j][i] rows[j][d]: dq from ds and k.
+  void (*query_gradients)(int64_t num_keys, int64_t depth, const T* weights, const T* const* rows,
+                          bool add, T* queries);
 
   /// scores[j][i] = -inf unless begin[i] <= key[j] <= query[i].
   void (*mask)(int64_t num_keys, const LanePosition<T>* key, const LanePosition<T>* query,

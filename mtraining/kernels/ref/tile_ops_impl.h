@@ -16,11 +16,13 @@ struct Vec;
 template <>
 struct Vec<float> {
   typedef float type __attribute__((vector_size(MT_VECTOR_BYTES), may_alias));
+  typedef float anywhere __attribute__((vector_size(MT_VECTOR_BYTES), may_alias, aligned(4)));
   typedef int32_t bits __attribute__((vector_size(MT_VECTOR_BYTES), may_alias));
 };
 template <>
 struct Vec<double> {
   typedef double type __attribute__((vector_size(MT_VECTOR_BYTES), may_alias));
+  typedef double anywhere __attribute__((vector_size(MT_VECTOR_BYTES), may_alias, aligned(8)));
   typedef int64_t bits __attribute__((vector_size(MT_VECTOR_BYTES), may_alias));
 };
 template <typename T>
@@ -29,6 +31,7 @@ template <typename T>
 inline constexpr int kVectors = kTile / kLanes<T>;  // vectors across 64 queries
 
 #define MT_INLINE static inline __attribute__((always_inline))
+#define MT_METHOD inline __attribute__((always_inline))
 
 template <typename T>
 MT_INLINE typename Vec<T>::type load(const T* p) {
@@ -37,6 +40,14 @@ MT_INLINE typename Vec<T>::type load(const T* p) {
 template <typename T>
 MT_INLINE void store(T* p, typename Vec<T>::type v) {
   *reinterpret_cast<typename Vec<T>::type*>(p) = v;
+}
+template <typename T>
+MT_INLINE typename Vec<T>::type load_unaligned(const T* p) {
+  return *reinterpret_cast<const typename Vec<T>::anywhere*>(p);
+}
+template <typename T>
+MT_INLINE void store_unaligned(T* p, typename Vec<T>::type v) {
+  *reinterpret_cast<typename Vec<T>::anywhere*>(p) = v;
 }
 template <typename T>
 MT_INLINE typename Vec<T>::type broadcast(T x) {
@@ -201,54 +212,132 @@ void transpose_to_rows(const T* src, int64_t depth, const T* divisor, T* dst) {
   }
 }
 
-// ---- products -------------------------------------------------------------------------------------------------------
+// ---- products ---------------------------------------------------------------------------------
+// One micro-kernel; what differs is how an operand is reached. kM rows of c by kN vectors stay in registers over all k.
 
-/// kM x (kN vectors) of c, held in registers over all k.
-template <typename T, int kM, int kN, bool kTransposed>
-MT_INLINE void micro_product(int64_t k, const T* a, int64_t lda, const T* b, int64_t ldb, T* c,
-                             int64_t ldc, bool add) {
+/// a[m][k], rows given by pointers.
+template <typename T, int kM>
+struct RowsOfA {
+  const T* row[kM];
+  MT_METHOD RowsOfA(const T* const* rows, int64_t m) {
+    for (int i = 0; i < kM; ++i) row[i] = rows[m + i];
+  }
+  MT_METHOD T at(int m, int64_t k) const { return row[m][k]; }
+};
+/// a[m][k] in a tile.
+template <typename T, int kM>
+struct TileOfA {
+  const T* first;
+  MT_METHOD TileOfA(const T* tile, int64_t m) : first(tile + m * kTile) {}
+  MT_METHOD T at(int m, int64_t k) const { return first[m * kTile + k]; }
+};
+/// a[k][m], rows given by pointers.
+template <typename T, int kM>
+struct ColumnsOfA {
+  const T* const* rows;
+  int64_t m0;
+  MT_METHOD ColumnsOfA(const T* const* r, int64_t m) : rows(r), m0(m) {}
+  MT_METHOD T at(int m, int64_t k) const { return rows[k][m0 + m]; }
+};
+/// a[k][m] in a tile.
+template <typename T, int kM>
+struct ColumnsOfTileA {
+  const T* first;
+  MT_METHOD ColumnsOfTileA(const T* tile, int64_t m) : first(tile + m) {}
+  MT_METHOD T at(int m, int64_t k) const { return first[k * kTile + m]; }
+};
+
+/// Rows of b and c: row i at first + i * stride, or by pointer.
+template <typename T>
+struct Strided {
+  T* first;
+  int64_t stride;
+  MT_METHOD T* row(int64_t i) const { return first + i * stride; }
+};
+template <typename T>
+struct Pointers {
+  T* const* rows;
+  MT_METHOD T* row(int64_t i) const { return rows[i]; }
+};
+
+template <typename T, int kM, int kN, bool kAdd, typename A, typename B, typename C>
+MT_INLINE void micro_product(int64_t k, const A& a, const B& b, const C& c, int64_t m, int64_t n) {
   using V = typename Vec<T>::type;
   V acc[kM][kN];
-  for (int m = 0; m < kM; ++m) {
-    for (int n = 0; n < kN; ++n) acc[m][n] = V{};
+  for (int i = 0; i < kM; ++i) {
+    for (int j = 0; j < kN; ++j) acc[i][j] = V{};
   }
-  for (int64_t i = 0; i < k; ++i) {
+  for (int64_t x = 0; x < k; ++x) {
+    const T* from = b.row(x) + n;
     V row[kN];
-    for (int n = 0; n < kN; ++n) row[n] = load<T>(b + i * ldb + n * kLanes<T>);
-    for (int m = 0; m < kM; ++m) {
-      const T x = kTransposed ? a[i * lda + m] : a[m * lda + i];
-      for (int n = 0; n < kN; ++n) acc[m][n] += row[n] * x;
+    for (int j = 0; j < kN; ++j) row[j] = load_unaligned<T>(from + j * kLanes<T>);
+    for (int i = 0; i < kM; ++i) {
+      const T factor = a.at(i, x);
+      for (int j = 0; j < kN; ++j) acc[i][j] += row[j] * factor;
     }
   }
-  // Added at the end, not started from: the rounding of 64 small terms against a large sum would be felt in delta.
-  for (int m = 0; m < kM; ++m) {
-    for (int n = 0; n < kN; ++n) {
-      T* to = c + m * ldc + n * kLanes<T>;
-      store<T>(to, add ? load<T>(to) + acc[m][n] : acc[m][n]);
+  // Added at the end, not started from: the rounding of 64 small terms against a large sum would
+  // be felt in delta.
+  for (int i = 0; i < kM; ++i) {
+    T* to = c.row(m + i) + n;
+    for (int j = 0; j < kN; ++j) {
+      T* at = to + j * kLanes<T>;
+      store_unaligned<T>(at, kAdd ? load_unaligned<T>(at) + acc[i][j] : acc[i][j]);
     }
   }
 }
 
-template <typename T, int kN, bool kTransposed>
-MT_INLINE void product_panel(int64_t m, int64_t k, const T* a, int64_t lda, const T* b, int64_t ldb,
-                             T* c, int64_t ldc, bool add) {
+template <typename T, template <typename, int> typename A, bool kAdd, typename Source, typename B,
+          typename C>
+MT_INLINE void product(int64_t m, int64_t n, int64_t k, const Source& a, const B& b, const C& c) {
   constexpr int kM = MT_PRODUCT_ROWS;
   static_assert(kRowGranule % kM == 0);
-  for (int64_t i = 0; i < m; i += kM) {
-    micro_product<T, kM, kN, kTransposed>(k, a + (kTransposed ? i : i * lda), lda, b, ldb,
-                                          c + i * ldc, ldc, add);
+  constexpr int64_t kWide = 2 * kLanes<T>;
+  int64_t x = 0;
+  for (; x + kWide <= n; x += kWide) {
+    for (int64_t i = 0; i < m; i += kM) {
+      micro_product<T, kM, 2, kAdd>(k, A<T, kM>(a, i), b, c, i, x);
+    }
+  }
+  for (; x < n; x += kLanes<T>) {
+    for (int64_t i = 0; i < m; i += kM) {
+      micro_product<T, kM, 1, kAdd>(k, A<T, kM>(a, i), b, c, i, x);
+    }
   }
 }
 
-template <typename T, bool kTransposed>
-void product(int64_t m, int64_t n, int64_t k, const T* a, int64_t lda, const T* b, int64_t ldb,
-             T* c, int64_t ldc, bool add) {
-  constexpr int64_t kWide = 2 * kLanes<T>;
-  int64_t x = 0;
-  for (; x + kWide <= n; x += kWide)
-    product_panel<T, 2, kTransposed>(m, k, a, lda, b + x, ldb, c + x, ldc, add);
-  for (; x < n; x += kLanes<T>)
-    product_panel<T, 1, kTransposed>(m, k, a, lda, b + x, ldb, c + x, ldc, add);
+template <typename T>
+void scores(int64_t num_keys, int64_t depth, const T* const* rows, const T* lanes, T* tile) {
+  product<T, RowsOfA, false>(num_keys, kTile, depth, rows, Strided<const T>{lanes, kTile},
+                             Strided<T>{tile, kTile});
+}
+template <typename T>
+void weighted_values(int64_t num_keys, int64_t depth, const T* const* rows, const T* weights,
+                     bool add, T* lanes) {
+  const Strided<const T> b{weights, kTile};
+  const Strided<T> c{lanes, kTile};
+  if (add) {
+    product<T, ColumnsOfA, true>(depth, kTile, num_keys, rows, b, c);
+  } else {
+    product<T, ColumnsOfA, false>(depth, kTile, num_keys, rows, b, c);
+  }
+}
+template <typename T>
+void key_gradients(int64_t num_keys, int64_t depth, const T* weights, const T* queries,
+                   T* const* rows) {
+  product<T, TileOfA, true>(num_keys, depth, kTile, weights, Strided<const T>{queries, depth},
+                            Pointers<T>{rows});
+}
+template <typename T>
+void query_gradients(int64_t num_keys, int64_t depth, const T* weights, const T* const* rows,
+                     bool add, T* queries) {
+  const Pointers<const T> b{rows};
+  const Strided<T> c{queries, depth};
+  if (add) {
+    product<T, ColumnsOfTileA, true>(kTile, depth, num_keys, weights, b, c);
+  } else {
+    product<T, ColumnsOfTileA, false>(kTile, depth, num_keys, weights, b, c);
+  }
 }
 
 // ---- softmax --------------------------------------------------------------------------------------------------------
@@ -413,8 +502,10 @@ constexpr TileOps<T> make_ops(const char* isa) {
   ops.transpose_to_lanes = transpose_to_lanes<T>;
   ops.transpose_to_rows = transpose_to_rows<T>;
   ops.add_rows = add_rows<T>;
-  ops.product = product<T, false>;
-  ops.product_transposed = product<T, true>;
+  ops.scores = scores<T>;
+  ops.weighted_values = weighted_values<T>;
+  ops.key_gradients = key_gradients<T>;
+  ops.query_gradients = query_gradients<T>;
   ops.mask = mask<T>;
   ops.online_softmax = online_softmax<T>;
   ops.scale_lanes = scale_lanes<T>;

@@ -108,6 +108,7 @@ template <typename T>
 struct KeyTile {
   alignas(64) LanePosition<T> position[kTile];
   int32_t rows[kTile];
+  int source = 0;
   int num_keys = 0;  ///< padded to a multiple of kRowGranule
   bool needs_mask =
       false;  ///< some (query, key) pair of the tile is hidden by position, document or padding
@@ -135,7 +136,7 @@ bool finish_key_tile(const QueryTile<T>& q, int count, KeyTile<T>& k) {
   }
   if (visible == 0) return false;
   k.num_keys = (visible + kRowGranule - 1) / kRowGranule * kRowGranule;
-  for (int j = count; j < k.num_keys; ++j) {
+  for (int j = count; j < kTile; ++j) {
     k.position[j] = std::numeric_limits<LanePosition<T>>::max();
     k.rows[j] = -1;
   }
@@ -168,50 +169,156 @@ void for_each_key_block(const AttentionParams& p, const KeySource& source, int64
   }
 }
 
-/// Calls fn(key_tile) for every tile of `source` with key rows in blocks [begin_block, end_block) that has a visible pair.
-template <typename T, typename Fn>
-void for_each_key_tile(const AttentionParams& p, const KeySource& source, int64_t row,
-                       int64_t q_block, const QueryTile<T>& q, int64_t begin_block,
-                       int64_t end_block, KeyTile<T>& k, const Fn& fn) {
-  if (q.num_computed == 0 || source.num_keys == 0) return;
-  k.is_columns = false;
-  for_each_key_block(p, source, row, q_block, begin_block, end_block, [&](int64_t block) {
-    const int64_t first = block * kBlock;
-    const int count = static_cast<int>(std::min<int64_t>(kBlock, source.num_keys - first));
-    for (int j = 0; j < count; ++j) {
-      k.position[j] =
-          static_cast<LanePosition<T>>(source.block_starts[block] + j * p.position_stride);
-      k.rows[j] = static_cast<int32_t>(first + j);
+/// Key rows of all sources, in units of 64 rows of one source after the other.
+struct KeyRange {
+  int64_t begin = 0;
+  int64_t end = std::numeric_limits<int64_t>::max();
+};
+
+/// Calls visit(key_tile) for every tile with key rows in `range` that has a visible pair. ahead(key_tile) is called once the
+/// tile after next is known, for its memory to be fetched: when visit(t) runs, ahead(t + 1) has run.
+template <typename T, typename Ahead, typename Visit>
+void for_each_key_tile(const AttentionParams& p, int64_t row, int64_t q_block,
+                       const QueryTile<T>& q, const KeyRange& range, KeyTile<T> (&tiles)[2],
+                       const Ahead& ahead, const Visit& visit) {
+  if (q.num_computed == 0) return;
+  int current = 0;
+  bool pending = false;  // tiles[1 - current] waits for its successor
+  const auto finish = [&](int count, int source, bool is_columns) {
+    KeyTile<T>& k = tiles[current];
+    if (!finish_key_tile(q, count, k)) return;
+    k.source = source;
+    k.is_columns = is_columns;
+    ahead(k);
+    current = 1 - current;
+    if (pending) visit(tiles[current]);
+    pending = true;
+  };
+  int64_t first_unit = 0;
+  for (int n = 0; n < p.num_sources; ++n) {
+    const KeySource& source = p.sources[n];
+    const int64_t units = blocks_of(source.num_keys);
+    const int64_t begin = std::max<int64_t>(range.begin - first_unit, 0);
+    const int64_t end = std::min(range.end - first_unit, units);
+    first_unit += units;
+    if (begin >= end) continue;
+    for_each_key_block(p, source, row, q_block, begin, end, [&](int64_t block) {
+      KeyTile<T>& k = tiles[current];
+      const int64_t first = block * kBlock;
+      const int count = static_cast<int>(std::min<int64_t>(kBlock, source.num_keys - first));
+      for (int j = 0; j < count; ++j) {
+        k.position[j] =
+            static_cast<LanePosition<T>>(source.block_starts[block] + j * p.position_stride);
+        k.rows[j] = static_cast<int32_t>(first + j);
+      }
+      finish(count, n, false);
+    });
+    if (source.columns.counts == nullptr) continue;
+    const int32_t* positions = source.columns.positions + row * source.columns.capacity;
+    const int32_t* key_rows = source.columns.key_rows + row * source.columns.capacity;
+    const int64_t count = source.columns.counts[row];
+    int filled = 0;
+    for (int64_t c = std::lower_bound(positions, positions + count, q.min_begin) - positions;
+         c < count && positions[c] <= q.max_position; ++c) {
+      if (key_rows[c] < begin * kBlock || key_rows[c] >= end * kBlock) continue;
+      if (q.block >= 0 && diagonal_chosen(p, row, q.block - positions[c] / kBlock)) continue;
+      tiles[current].position[filled] = static_cast<LanePosition<T>>(positions[c]);
+      tiles[current].rows[filled] = key_rows[c];
+      if (++filled == kTile) {
+        finish(filled, n, true);
+        filled = 0;
+      }
     }
-    if (finish_key_tile(q, count, k)) fn(k);
-  });
-  if (source.columns.counts == nullptr) return;
-  k.is_columns = true;
-  const int32_t* positions = source.columns.positions + row * source.columns.capacity;
-  const int32_t* key_rows = source.columns.key_rows + row * source.columns.capacity;
-  const int64_t count = source.columns.counts[row];
-  const int64_t begin_row = begin_block * kBlock, end_row = end_block * kBlock;
-  int filled = 0;
-  for (int64_t c = std::lower_bound(positions, positions + count, q.min_begin) - positions;
-       c < count && positions[c] <= q.max_position; ++c) {
-    if (key_rows[c] < begin_row || key_rows[c] >= end_row) continue;
-    if (q.block >= 0 && diagonal_chosen(p, row, q.block - positions[c] / kBlock)) continue;
-    k.position[filled] = static_cast<LanePosition<T>>(positions[c]);
-    k.rows[filled] = key_rows[c];
-    if (++filled == kTile) {
-      if (finish_key_tile(q, filled, k)) fn(k);
-      filled = 0;
+    if (filled > 0) finish(filled, n, true);
+  }
+  if (pending) visit(tiles[1 - current]);
+}
+
+/// Asks for a tile's rows (256 bytes of one row are 4 lines); stride and head_dim in elements of `element_bytes`.
+template <bool kWrite>
+inline void prefetch_rows(const void* base, int64_t stride, const int32_t* rows, int num_rows,
+                          int64_t head_dim, int64_t element_bytes) {
+  constexpr int64_t kLine = 64;
+  constexpr int kSecondLevel = 2;
+  for (int j = 0; j < num_rows; ++j) {
+    if (rows[j] < 0) continue;
+    const char* row = static_cast<const char*>(base) + rows[j] * stride * element_bytes;
+    for (int64_t at = 0; at < head_dim * element_bytes; at += kLine) {
+      __builtin_prefetch(row + at, kWrite ? 1 : 0, kSecondLevel);
     }
   }
-  if (filled > 0 && finish_key_tile(q, filled, k)) fn(k);
 }
+
+/// The rows of a key tile as float (or double) rows of `depth` values: where they are, if they are that already, else in a
+/// converted copy. Rows that no query sees are zeros.
+template <typename T>
+class KeyRows {
+ public:
+  explicit KeyRows(int64_t depth) : copy_(kTile * depth), zeros_(depth), depth_(depth) {}
+
+  const T* const* point(const TileOps<T>& ops, const AttentionParams& p, const ConstView& view,
+                        int64_t batch, int64_t kv_head, const KeyTile<T>& k) {
+    const void* head = head_of(view, batch, kv_head, p.dtype);
+    const bool in_place = state_dtype(p.dtype) == p.dtype && p.head_dim == depth_;
+    if (!in_place) {
+      ops.load_rows(p.dtype, head, view.stride_token, k.rows, k.num_keys, p.head_dim, depth_,
+                    copy_);
+    }
+    for (int j = 0; j < k.num_keys; ++j) {
+      if (!in_place)
+        rows_[j] = copy_ + j * depth_;
+      else
+        rows_[j] = k.rows[j] < 0 ? zeros_.get()
+                                 : static_cast<const T*>(head) + k.rows[j] * view.stride_token;
+    }
+    return rows_;
+  }
+
+ private:
+  Scratch<T> copy_, zeros_;
+  int64_t depth_;
+  const T* rows_[kTile];
+};
+
+/// The same for rows of gradients, which are added to. Where head_dim is not a multiple of 16 they are summed in a tile and
+/// added by finish(); rows that no query sees go where nobody looks.
+template <typename T>
+class GradientRows {
+ public:
+  explicit GradientRows(int64_t depth) : tile_(kTile * depth), unused_(depth), depth_(depth) {}
+
+  T* const* point(const AttentionParams& p, const View& view, int64_t batch, int64_t kv_head,
+                  const KeyTile<T>& k) {
+    head_ = head_of<T>(view, batch, kv_head);
+    stride_ = view.stride_token;
+    in_place_ = p.head_dim == depth_;
+    if (!in_place_) std::fill(tile_.get(), tile_ + k.num_keys * depth_, T{0});
+    for (int j = 0; j < k.num_keys; ++j) {
+      if (!in_place_)
+        rows_[j] = tile_ + j * depth_;
+      else
+        rows_[j] = k.rows[j] < 0 ? unused_.get() : head_ + k.rows[j] * stride_;
+    }
+    return rows_;
+  }
+  void finish(const TileOps<T>& ops, const AttentionParams& p, const KeyTile<T>& k) {
+    if (!in_place_) ops.add_rows(tile_, depth_, k.rows, k.num_keys, p.head_dim, head_, stride_);
+  }
+
+ private:
+  Scratch<T> tile_, unused_;
+  int64_t depth_, stride_ = 0;
+  T* head_ = nullptr;
+  bool in_place_ = false;
+  T* rows_[kTile];
+};
 
 /// scores = k q^T, hidden pairs -inf. q_lanes: [depth, 64], already scaled.
 template <typename T>
 void compute_scores(const TileOps<T>& ops, const AttentionParams& p, int64_t row,
-                    const QueryTile<T>& q, const KeyTile<T>& k, int64_t depth, const T* k_rows,
-                    const T* q_lanes, T* scores) {
-  ops.product(k.num_keys, kTile, depth, k_rows, depth, q_lanes, kTile, scores, kTile, false);
+                    const QueryTile<T>& q, const KeyTile<T>& k, int64_t depth,
+                    const T* const* k_rows, const T* q_lanes, T* scores) {
+  ops.scores(k.num_keys, depth, k_rows, q_lanes, scores);
   if (k.needs_mask) ops.mask(k.num_keys, k.position, q.position, q.begin, scores);
   if (!k.is_columns || q.block >= 0) return;
   // Queries of several blocks: whether a column lies on a chosen diagonal differs from row to row.

@@ -119,8 +119,9 @@ class Window {
     if (count == 0 || !finish_key_tile(s.q, count, s.k)) return false;
     ops_.load_rows(p_.dtype, head_of(p_.k, batch, head / group_, p_.dtype), p_.k.stride_token,
                    s.k.rows, s.k.num_keys, p_.head_dim, depth_, s.rows);
-    ops_.product(s.k.num_keys, kTile, depth_, s.rows, depth_, s.q_lanes, kTile, s.scores, kTile,
-                 false);
+    const float* rows[kTile];
+    for (int j = 0; j < s.k.num_keys; ++j) rows[j] = s.rows + j * depth_;
+    ops_.scores(s.k.num_keys, depth_, rows, s.q_lanes, s.scores);
     if (s.k.needs_mask) ops_.mask(s.k.num_keys, s.k.position, s.q.position, s.q.begin, s.scores);
     return true;
   }
