@@ -318,6 +318,42 @@ TEST(BuildVerticalSlash, EqualKeysTieAndTheLowerPositionWins) {
   EXPECT_TRUE(columns().empty());
 }
 
+// docs/math/pattern.md
+TEST(BuildVerticalSlash, TheWorkedExampleOfTheDocument) {
+  Sequence s{.batch = 1,
+             .seq_len = 160,
+             .heads = 1,
+             .kv_heads = 1,
+             .dim = 1,
+             .precision = Precision::kFloat32,
+             .q = std::vector<double>(160, 1.0),
+             .k = std::vector<double>(160, -60.0),  // exp(-60) of the others is no mass at all
+             .document_starts = {}};
+  for (const auto& [key, probability] :
+       {std::pair{159, 0.4}, {143, 0.2}, {95, 0.16}, {50, 0.04}, {0, 0.2}})
+    s.k[key] = static_cast<float>(std::log(probability));
+  VerticalSlashOptions options = bare(0.85);
+  options.last_q = 1;
+  const auto list = [](std::span<const int32_t> row) {
+    return std::vector<int32_t>(row.begin(), row.end());
+  };
+  const index::Index index = build(s, options);
+  EXPECT_EQ(list(index.columns.row(0)), (std::vector<int32_t>{0, 95, 143, 159}));
+  EXPECT_EQ(list(index.diagonals.row(0)), (std::vector<int32_t>{0, 1}));
+  EXPECT_EQ(index::computed_pairs(index, 0, 0), 20544);
+  options.slash_pooling = SlashPooling::kPaper;
+  EXPECT_EQ(list(build(s, options).diagonals.row(0)), (std::vector<int32_t>{0, 1}));
+  options.slash_pooling = SlashPooling::kToken;
+  EXPECT_EQ(list(build(s, options).diagonals.row(0)), (std::vector<int32_t>{0, 1, 2}));
+  options.slash_pooling = SlashPooling::kBlock;
+  cases::on_ranks(s, cases::one_rank(160),
+                  [&](const LocalAttention& local, comm::Communicator& group) {
+                    EXPECT_NEAR(measure_recall(local, options, index, group, 1).window, 0.96, 1e-6);
+                  });
+  options.dense_threshold = 0.8;
+  EXPECT_EQ(build(s, options).dense_heads[0], 1);
+}
+
 TEST(BuildVerticalSlash, WithoutBudgetDiagonalZeroRemains) {
   const Sequence s = make_sequence(1, 300, 2, 1, Precision::kFloat32);
   VerticalSlashOptions options = bare(0);
@@ -357,6 +393,19 @@ TEST(BuildVerticalSlash, CapsCutTheChoiceAndNotWhatIsForcedAndAreCounted) {
     }
     EXPECT_EQ(capped.caps_hit, cut);
     EXPECT_GT(cut, 0);
+    // Each cap counts by itself.
+    int64_t cut_columns = 0, cut_diagonals = 0;
+    for (int64_t row = 0; row < 4; ++row) {
+      cut_columns += free.columns.counts[row] > 20;
+      cut_diagonals += free.diagonals.counts[row] > 4;
+    }
+    options.max_diagonals.reset();
+    EXPECT_EQ(build(s, options).caps_hit, cut_columns);
+    options.max_columns.reset();
+    options.max_diagonals = 4;
+    EXPECT_EQ(build(s, options).caps_hit, cut_diagonals);
+    EXPECT_GT(cut_columns, 0);
+    EXPECT_GT(cut_diagonals, 0);
     options.max_columns = 1500;
     options.max_diagonals = 24;
     EXPECT_EQ(build(s, options).caps_hit, 0);
