@@ -136,14 +136,14 @@ class ScheduleBuilder {
     std::sort(op.after.begin(), op.after.end());
     op.after.erase(std::unique(op.after.begin(), op.after.end()), op.after.end());
     std::erase(op.after, op.id);  // a slot that the operation itself both reads and writes
-    std::vector<bool> before(static_cast<size_t>(op.id), false);
+    std::vector<uint64_t> before(static_cast<size_t>(op.id) / 64 + 1, 0);  // one bit an operation
     std::vector<int> needed;
     for (auto id = op.after.rbegin(); id != op.after.rend(); ++id) {
-      if (before[*id]) continue;
+      if (before[*id / 64] >> (*id % 64) & 1) continue;
       needed.push_back(*id);
-      before[*id] = true;
-      for (int other = 0; other < *id; ++other) {
-        if (ancestors_[*id][other]) before[other] = true;
+      before[*id / 64] |= uint64_t{1} << (*id % 64);
+      for (size_t word = 0; word < ancestors_[*id].size(); ++word) {
+        before[word] |= ancestors_[*id][word];
       }
     }
     std::sort(needed.begin(), needed.end());
@@ -154,7 +154,7 @@ class ScheduleBuilder {
 
   Schedule schedule_;
   std::vector<SlotUse> kv_, grad_;
-  std::vector<std::vector<bool>> ancestors_;
+  std::vector<std::vector<uint64_t>> ancestors_;
   int ring_step_ = 0, outer_step_ = 0;
 };
 

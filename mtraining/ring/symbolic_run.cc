@@ -71,7 +71,8 @@ std::vector<SlotAccess> accesses(const Op& op) {
 /// of every id and slot.
 std::string find_hazard(const Schedule& schedule, int rank) {
   const int count = static_cast<int>(schedule.ops.size());
-  std::vector<std::vector<bool>> before(count, std::vector<bool>(count, false));
+  const int words = count / 64 + 1;
+  std::vector<std::vector<uint64_t>> before(count, std::vector<uint64_t>(words, 0));
   std::map<std::pair<bool, int>, std::vector<std::pair<int, bool>>> history;
   for (int id = 0; id < count; ++id) {
     const Op& op = schedule.ops[id];
@@ -79,10 +80,8 @@ std::string find_hazard(const Schedule& schedule, int rank) {
     if (op.id != id) return concat(where, "wrong id ", op.id);
     for (int earlier : op.after) {
       if (earlier < 0 || earlier >= id) return concat(where, "after names ", earlier);
-      before[id][earlier] = true;
-      for (int i = 0; i < earlier; ++i) {
-        if (before[earlier][i]) before[id][i] = true;
-      }
+      before[id][earlier / 64] |= uint64_t{1} << (earlier % 64);
+      for (int word = 0; word < words; ++word) before[id][word] |= before[earlier][word];
     }
     std::set<std::pair<bool, int>> own;
     for (const SlotAccess& access : accesses(op)) {
@@ -94,7 +93,7 @@ std::string find_hazard(const Schedule& schedule, int rank) {
         return concat(where, "uses slot ", access.slot, " twice");
       auto& uses = history[{access.grad, access.slot}];
       for (const auto& [other, other_writes] : uses) {
-        if ((access.write || other_writes) && !before[id][other]) {
+        if ((access.write || other_writes) && !(before[id][other / 64] >> (other % 64) & 1)) {
           return concat(where, "touches ", access.grad ? "grad" : "kv", " slot ", access.slot,
                         " while op ", other, " may use it");
         }

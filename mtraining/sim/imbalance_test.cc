@@ -70,7 +70,7 @@ TEST(PairTable, SparseIndexOnStripedIsUnsupported) {
 PairTable small_table() {
   return {.cp_size = 4,
           .blocks = {4, 1, 2, 3,   //
-                     1, 4, 3, 2,   //
+                     5, 4, 3, 2,   //
                      2, 2, 6, 0,   //
                      3, 1, 2, 2},  //
           .columns = {1, 0, 0, 0,  //
@@ -84,13 +84,13 @@ TEST(Imbalance, FlatRingWaitsForTheSlowestAtEveryLaunch) {
   const StepLoads loads = step_loads(small_table(), ring, ColumnCost::kNone);
   // Launch t of rank r is on source r - t.
   EXPECT_EQ(loads.by_step, (std::vector<std::vector<int64_t>>{
-                               {4, 3, 2, 1}, {4, 1, 2, 3}, {6, 2, 2, 0}, {2, 2, 1, 3}}));
+                               {4, 3, 2, 1}, {4, 5, 2, 3}, {6, 2, 2, 0}, {2, 2, 1, 3}}));
   const Imbalance result = measure(loads, ring);
-  EXPECT_EQ(result.total_pairs, 38);
-  EXPECT_DOUBLE_EQ(result.worker, 10.0 / (38.0 / 4));
-  EXPECT_DOUBLE_EQ(result.lockstep, (6 + 3 + 2 + 3) / (38.0 / 4));
+  EXPECT_EQ(result.total_pairs, 42);
+  EXPECT_DOUBLE_EQ(result.worker, 14 / 10.5);
+  EXPECT_DOUBLE_EQ(result.lockstep, (6 + 5 + 2 + 3) / 10.5);
   EXPECT_DOUBLE_EQ(result.step_worst, 6 / 2.5);
-  EXPECT_DOUBLE_EQ(result.step, (4 / 2.5 + 4 / 2.5 + 6 / 2.5 + 3 / 2.0) / 4);
+  EXPECT_DOUBLE_EQ(result.step, (4 / 2.5 + 5 / 3.5 + 6 / 2.5 + 3 / 2.0) / 4);
 }
 
 TEST(Imbalance, HierarchicalRingWaitsInsideANodeAndAtOuterSteps) {
@@ -98,25 +98,25 @@ TEST(Imbalance, HierarchicalRingWaitsInsideANodeAndAtOuterSteps) {
   const StepLoads by_ring = step_loads(small_table(), inner_ring, ColumnCost::kNone);
   EXPECT_EQ(by_ring.outer_step, (std::vector<int>{0, 0, 1, 1}));
   EXPECT_EQ(by_ring.by_step, (std::vector<std::vector<int64_t>>{
-                                 {4, 1, 2, 3}, {4, 1, 2, 3}, {6, 0, 2, 2}, {2, 2, 1, 3}}));
-  // Outer step 0: node 0 takes 4 + 1, node 1 takes 6 + 2. Outer step 1: 2 + 3 and 2 + 3.
-  EXPECT_DOUBLE_EQ(measure(by_ring, inner_ring).lockstep, (8 + 5) / (38.0 / 4));
+                                 {4, 1, 2, 3}, {4, 5, 2, 3}, {6, 0, 2, 2}, {2, 2, 1, 3}}));
+  // Outer step 0: node 0 takes 4 + 5, node 1 takes 6 + 2 (together 6 + 5). Outer step 1: 2 + 3 both.
+  EXPECT_DOUBLE_EQ(measure(by_ring, inner_ring).lockstep, (9 + 5) / 10.5);
 
   const ScheduleOptions gather = hierarchical({2, 2}, InnerKind::kGather);
   const StepLoads by_gather = step_loads(small_table(), gather, ColumnCost::kNone);
-  EXPECT_EQ(by_gather.by_step, (std::vector<std::vector<int64_t>>{{5, 5}, {5, 5}, {6, 4}, {4, 4}}));
-  EXPECT_DOUBLE_EQ(measure(by_gather, gather).lockstep, (6 + 5) / (38.0 / 4));
+  EXPECT_EQ(by_gather.by_step, (std::vector<std::vector<int64_t>>{{5, 5}, {9, 5}, {6, 4}, {4, 4}}));
+  EXPECT_DOUBLE_EQ(measure(by_gather, gather).lockstep, (9 + 5) / 10.5);
 }
 
 TEST(Imbalance, ColumnsCountWhereTheyAreComputed) {
   const ScheduleOptions ring = flat({2, 2});
   const Imbalance once = measure(step_loads(small_table(), ring, ColumnCost::kOnce), ring);
-  EXPECT_EQ(once.total_pairs, 46);
-  EXPECT_DOUBLE_EQ(once.lockstep, (6 + 3 + 2 + 3 + 3) / (46.0 / 4));
-  EXPECT_DOUBLE_EQ(once.worker, 13 / (46.0 / 4));
+  EXPECT_EQ(once.total_pairs, 50);
+  EXPECT_DOUBLE_EQ(once.lockstep, (6 + 5 + 2 + 3 + 3) / 12.5);
+  EXPECT_DOUBLE_EQ(once.worker, 16 / 12.5);
   const Imbalance per_step = measure(step_loads(small_table(), ring, ColumnCost::kPerStep), ring);
-  EXPECT_EQ(per_step.total_pairs, 46);
-  EXPECT_DOUBLE_EQ(per_step.lockstep, (9 + 3 + 2 + 3) / (46.0 / 4));
+  EXPECT_EQ(per_step.total_pairs, 50);
+  EXPECT_DOUBLE_EQ(per_step.lockstep, (9 + 5 + 2 + 3) / 12.5);
 }
 
 TEST(Imbalance, NothingToComputeIsBalanced) {
