@@ -13,8 +13,9 @@
 namespace mtraining::attention {
 namespace {
 
-/// What backward needs besides tensors. The context must outlive the graph.
+/// What backward needs besides tensors. The context must outlive the graph: its owner, where the call names one, does.
 struct SavedCall : torch::CustomClassHolder {
+  std::shared_ptr<void> owner;
   RingContext* context = nullptr;
   std::shared_ptr<const index::Index> index;
   double softmax_scale = 0;
@@ -142,6 +143,7 @@ AttentionOutput sparse_ring_attention(RingContext& context, const at::Tensor& q,
   }
   auto saved = c10::make_intrusive<SavedCall>();
   saved->context = &context;
+  saved->owner = call.owner;
   saved->index = output.index;
   saved->softmax_scale = call.softmax_scale;
   saved->document_starts = documents;

@@ -33,6 +33,7 @@ struct AttentionCall {
   std::shared_ptr<const index::Index> index;  ///< given: replayed instead of built
   bool measure_recall = false;
   uint64_t recall_seed = 0;
+  std::shared_ptr<void> owner;  ///< of the context: kept as long as the graph; may be null
 };
 
 /// Collective over the context's ranks.

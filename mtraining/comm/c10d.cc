@@ -10,6 +10,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
@@ -158,6 +159,30 @@ std::unique_ptr<Transport> make_c10d(const C10dOptions& options) {
                                " cannot meet the others at ", options.master_addr, ":",
                                options.master_port, ": ", first_line(e)));
   }
+}
+
+std::unique_ptr<Transport> make_c10d_over(const c10::IValue& group,
+                                          const GroupTransportOptions& options) {
+  const auto process_group = group.toCustomClass<c10d::ProcessGroup>();
+  const std::vector<int64_t>& members = options.members;
+  for (int64_t rank : members) {
+    MT_CHECK_ARG(rank >= 0 && rank < process_group->getSize(),
+                 "members: expected ranks of the group, 0 .. ", process_group->getSize() - 1,
+                 ", got ", rank);
+    MT_CHECK_ARG(std::count(members.begin(), members.end(), rank) == 1, "members: rank ", rank,
+                 " is named twice");
+  }
+  const auto me = std::find(members.begin(), members.end(), process_group->getRank());
+  MT_CHECK_ARG(me != members.end(), "members: rank ", process_group->getRank(),
+               " of the group is not among them");
+  C10dOptions c10d_options;
+  c10d_options.master_addr = options.master_addr;
+  c10d_options.rank = static_cast<int>(me - members.begin());
+  c10d_options.size = static_cast<int>(members.size());
+  c10d_options.timeout = options.timeout;
+  return std::make_unique<C10dTransport>(
+      c10d_options, c10::make_intrusive<c10d::PrefixStore>(concat("mtraining/", options.scope),
+                                                           process_group->getStore()));
 }
 
 int free_port() {

@@ -1,14 +1,19 @@
 // Transport over torch's c10d: Gloo on the CPU, NCCL on GPUs. The only file pair of this folder that includes torch.
 //
-// In:   the launcher's environment (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT) or explicit values. Out: a Transport.
-// Next: cli/ opens it once a process.
+// In:   the launcher's environment (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT) or explicit values; or torch.distributed's group.
+// Out:  a Transport. Next: cli/ opens it once a process; torch_ops/ over a group that Python made.
 #pragma once
 
 #include <chrono>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "mtraining/comm/transport.h"
+
+namespace c10 {
+struct IValue;
+}
 
 namespace mtraining::comm {
 
@@ -23,6 +28,20 @@ struct C10dOptions {
 
 /// Collective over all ranks. Errors: ExternalError naming address, port and cause.
 std::unique_ptr<Transport> make_c10d(const C10dOptions& options);
+/// A transport among some ranks of a process group that exists already.
+struct GroupTransportOptions {
+  std::vector<int64_t>
+      members;  ///< ranks of the group, in the order that becomes the transport's; this rank among them
+  std::string
+      scope;  ///< the same on all members, and different from every other transport's of the group
+  std::string master_addr;  ///< "": not known, so that Gloo looks the host's name up
+  std::chrono::milliseconds timeout = std::chrono::minutes(10);
+};
+/// `group`: a boxed c10d::ProcessGroup (torch.distributed's ProcessGroup.boxed()). Only its store, rank and size are used: every
+/// communicator that the transport opens is a Gloo group of its own. Local: the ranks meet at the first open. Errors:
+/// InvalidArgument naming members.
+std::unique_ptr<Transport> make_c10d_over(const c10::IValue& group,
+                                          const GroupTransportOptions& options);
 /// A free TCP port on the loopback address, for a launcher on one host.
 int free_port();
 

@@ -1,0 +1,117 @@
+#include "mtraining/torch_ops/ring.h"
+
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+
+#include <chrono>
+#include <utility>
+
+#include "mtraining/base/check.h"
+#include "mtraining/base/parallel.h"
+#include "mtraining/comm/c10d.h"
+#include "mtraining/torch_ops/errors.h"
+#include "mtraining/torch_ops/index_tensors.h"
+
+namespace mtraining::torch_ops {
+namespace {
+
+template <typename Value>
+Value parse_one_of(const char* key, const std::string& name, const char* first_name, Value first,
+                   const char* second_name, Value second) {
+  if (name == first_name) return first;
+  MT_CHECK_ARG(name == second_name, key, ": expected ", first_name, " | ", second_name, ", got \"",
+               name, "\"");
+  return second;
+}
+
+attention::RingOptions ring_options(const RingShape& shape) {
+  const auto cp_size = static_cast<int>(shape.members.size());
+  attention::RingOptions options;
+  options.layout.kind = layout::parse_layout_kind(shape.layout);
+  options.layout.seq_len = shape.seq_len;
+  options.layout.cp_size = cp_size;
+  options.layout.stripe = shape.stripe;
+  MT_CHECK_ARG(shape.nodes >= 1 && cp_size % shape.nodes == 0,
+               "device_mesh: expected an outer size that divides ", cp_size, ", got ", shape.nodes);
+  options.topology = {.nodes = static_cast<int>(shape.nodes),
+                      .ranks_per_node = cp_size / static_cast<int>(shape.nodes)};
+  options.ring = ring::parse_ring_kind(shape.ring);
+  options.inner = ring::parse_inner_kind(shape.inner);
+  options.ring_stride = static_cast<int>(shape.ring_stride);
+  options.prefetch_steps = static_cast<int>(shape.prefetch_steps);
+  options.columns = parse_one_of("columns", shape.columns, "once", attention::ColumnMode::kOnce,
+                                 "per_step", attention::ColumnMode::kPerStep);
+  options.gradient_transport = parse_one_of("gradient_transport", shape.gradient_transport, "fp32",
+                                            attention::GradientTransport::kFloat32, "bf16",
+                                            attention::GradientTransport::kBFloat16);
+  options.deterministic = shape.deterministic;
+  return options;
+}
+
+}  // namespace
+
+Ring::Ring(const c10::IValue& group, const RingShape& shape) {
+  in_python_terms([&] {
+    const attention::RingOptions options = ring_options(shape);
+    // All that one rank can see to be wrong, before any other is waited for.
+    const layout::Layout layout(options.layout);
+    open_ = std::make_shared<Open>();
+    comm::GroupTransportOptions transport;
+    transport.members = shape.members;
+    transport.scope = shape.scope;
+    transport.master_addr = shape.master_addr;
+    transport.timeout = std::chrono::milliseconds(shape.timeout_ms);
+    open_->transport = comm::make_c10d_over(group, transport);
+    try {
+      open_->context = std::make_unique<attention::RingContext>(options, *open_->transport);
+    } catch (const std::exception& e) {
+      open_->transport->abort(e.what());
+      throw;
+    }
+  });
+}
+
+std::tuple<at::Tensor, at::Tensor, std::vector<at::Tensor>> Ring::attend(
+    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+    const at::Tensor& document_starts, double softmax_scale,
+    const std::optional<pattern::VerticalSlashOptions>& options,
+    const std::vector<at::Tensor>& index, bool want_index) {
+  set_num_threads(at::get_num_threads());  // stays: backward runs in this thread as well
+  return in_python_terms([&]() -> std::tuple<at::Tensor, at::Tensor, std::vector<at::Tensor>> {
+    try {
+      const int64_t seq_len = open_->context->layout().seq_len();
+      attention::AttentionCall call;
+      call.softmax_scale = softmax_scale;
+      call.document_starts = document_starts;
+      call.owner = open_;
+      call.pattern.kind =
+          options ? pattern::PatternKind::kVerticalSlash : pattern::PatternKind::kDense;
+      if (options) call.pattern.vertical_slash = *options;
+      if (!index.empty()) {
+        MT_CHECK_ARG(index.size() == 4, "index: expected 4 tensors, got ", index.size());
+        call.index = std::make_shared<const index::Index>(
+            from_tensors({index[0], index[1], index[2], index[3], {}, {}}, seq_len));
+      }
+      const attention::AttentionOutput output =
+          attention::sparse_ring_attention(*open_->context, q, k, v, call);
+      std::vector<at::Tensor> used;
+      if (want_index) {
+        const IndexTensors tensors =
+            to_tensors(*output.index, std::max<int64_t>(output.index->diagonals.capacity, 1),
+                       std::max<int64_t>(output.index->columns.capacity, 1));
+        used = {tensors.diagonals,   tensors.num_diagonals, tensors.columns,
+                tensors.num_columns, tensors.dense_heads,   tensors.caps_hit};
+      }
+      return {output.out, output.lse, used};
+    } catch (const std::exception& e) {
+      open_->transport->abort(e.what());
+      throw;
+    }
+  });
+}
+
+void Ring::barrier() {
+  in_python_terms([&] { open_->context->index_group().barrier(); });
+}
+
+}  // namespace mtraining::torch_ops

@@ -1,0 +1,137 @@
+"""Sparse attention on one device: choose an index, attend over it, differentiate through it."""
+
+import torch
+
+from mtraining.index import Index
+from mtraining.library import ops
+from mtraining.pattern import Dense, Pattern, checked
+
+
+def build_index(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    *,
+    pattern: Pattern | None = None,
+    softmax_scale: float | None = None,
+    document_starts: torch.Tensor | None = None,
+) -> Index:
+    """Chooses which pairs to compute. No gradient flows through the choice.
+
+    Args:
+        q: [B, S, H, D]; k: [B, S, Hk, D], after rotary embedding; bf16, fp16, float32 (float64 on the CPU), any strides, any
+            S >= 1. Query head h reads key/value head h // (H // Hk).
+        pattern: VerticalSlash or Dense; None: VerticalSlash().
+        softmax_scale: None: 1 / sqrt(D).
+        document_starts: int [B, S] or [S]: position of the first token of each token's document; None: one document.
+
+    Returns: an Index on q's device. Cost: 6 * last_q * S * D * H flops.
+    Errors: ValueError (shapes, dtypes, NaN or values from 2^50 on in k or in the observed rows of q), NotImplementedError
+    (device, dtype), each naming the input, what was expected and got.
+    Source: MTraining, arXiv 2510.18830, Algorithm 1.
+    """
+    pattern = checked(pattern)
+    _check_device(q)
+    if q.dim() != 4:
+        raise ValueError(f"q: expected [B, S, H, D], got {list(q.shape)}")
+    documents = as_document_starts(document_starts, q.shape[0], q.shape[1])
+    scale = as_scale(softmax_scale)
+    q, k = q.detach(), k.detach()
+    if isinstance(pattern, Dense):
+        return _dense_index(q, documents, scale)
+    lists = ops.build_index(q, k, documents, scale, *pattern.arguments())
+    return Index(q.shape[1], *lists, documents, scale, pattern.last_q)
+
+
+def attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, index: Index
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention over the pairs of an index. Differentiable in q, k and v; the index is a constant.
+
+    Args: q [B, S, H, D], k, v [B, S, Hk, D], one dtype, any strides; index: as build_index returns it, with its document_starts
+    and its softmax_scale.
+
+    Returns: (out, lse): out [B, S, H, D] in q's dtype; lse [B, H, S] float32 (float64 for float64), natural logarithm, not
+    differentiable. A row without a pair: out = 0, lse = -inf. Sums are float32 inside (float64 for float64).
+    Cost: 4 * D flops a pair forward, 10 * D backward. Deterministic on the CPU.
+    Errors: ValueError, NotImplementedError as above; NotImplementedError for a second derivative.
+    Source: MTraining, arXiv 2510.18830, section 3.2: the gradient is exactly as sparse as the attention.
+    """
+    _check_device(q)
+    return ops.attend(q, k, v, *index.lists(), index.document_starts, index.softmax_scale)
+
+
+def sparse_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    pattern: Pattern | None = None,
+    softmax_scale: float | None = None,
+    document_starts: torch.Tensor | None = None,
+    return_lse: bool = False,
+    return_index: bool = False,
+):
+    """Causal attention over the pairs that the pattern chooses: build_index, then attend. Arguments and errors as there.
+
+    Returns: out [B, S, H, D]; with return_lse and return_index a tuple (out[, lse][, index]) of what was asked for, in this order.
+    """
+    index = build_index(
+        q, k, pattern=pattern, softmax_scale=softmax_scale, document_starts=document_starts
+    )
+    out, lse = attend(q, k, v, index)
+    if not (return_lse or return_index):
+        return out
+    return (out, *([lse] if return_lse else []), *([index] if return_index else []))
+
+
+def as_scale(softmax_scale: float | None) -> float:
+    """0 stands for 1 / sqrt(D) in operators. Errors: ValueError unless positive and finite."""
+    if softmax_scale is None:
+        return 0.0
+    if not 0 < softmax_scale < float("inf"):
+        raise ValueError(f"softmax_scale: expected a positive number, got {softmax_scale}")
+    return float(softmax_scale)
+
+
+def as_document_starts(given, batch: int, seq_len: int) -> torch.Tensor | None:
+    """int32 [B, S]. Errors: ValueError naming the shape or the dtype."""
+    if given is None:
+        return None
+    if given.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"document_starts: expected int32 or int64, got {given.dtype}")
+    if tuple(given.shape) not in ((seq_len,), (batch, seq_len)):
+        raise ValueError(
+            f"document_starts: expected [B={batch}, S={seq_len}], got {list(given.shape)}"
+        )
+    return given.to(torch.int32).expand(batch, seq_len)
+
+
+def _check_device(q: torch.Tensor) -> None:
+    kind = q.device.type
+    if kind == "cuda" and not torch._C._dispatch_has_kernel_for_dispatch_key(
+        "mtraining::attend", "CUDA"
+    ):
+        raise NotImplementedError("q: this build has no CUDA operators, got a tensor on cuda")
+    if kind not in ("cpu", "cuda", "meta"):
+        raise NotImplementedError(f"q: expected a tensor on cpu or cuda, got one on {kind}")
+
+
+def _dense_index(q: torch.Tensor, documents: torch.Tensor | None, scale: float) -> Index:
+    batch, seq_len, heads = q.shape[:3]
+    blocks = (seq_len + 63) // 64
+
+    def ints(*shape, fill=0, dtype=torch.int32):
+        return torch.full(shape, fill, dtype=dtype, device=q.device)
+
+    diagonals = torch.arange(blocks, dtype=torch.int32, device=q.device)
+    return Index(
+        seq_len,
+        diagonals.expand(batch, heads, blocks),
+        ints(batch, heads, fill=blocks),
+        ints(batch, heads, 1, fill=-1),
+        ints(batch, heads),
+        ints(batch, heads, fill=True, dtype=torch.bool),
+        ints(dtype=torch.int64),
+        documents,
+        scale,
+    )
