@@ -65,7 +65,9 @@ inline RunConfig tiny_config(const TinyData& data) {
   c.attention.options.last_q = 32;
   c.attention.options.sink_tokens = 8;
   c.attention.options.local_blocks = 1;
-  c.attention.options.p_vertical = c.attention.options.p_slash = 0.6;
+  c.attention.options.p_vertical = 0.2;
+  c.attention.options.p_slash = 0.4;
+  c.attention.options.dense_threshold = 1;
   c.attention.options.recall_rows = 32;
   c.train.seq_len = 512;
   c.train.steps = 20;

@@ -205,7 +205,7 @@ TEST(Trainer, ARunLeavesMetricsTraceSummaryAndExample) {
   config.train.recall_every = 2;
   config.attention.dense_steps = 1;
   config.eval.every = 2;
-  config.eval.also_p = {0.3};
+  config.eval.also_p = {0.1};
   config.trace.chrome = true;
   config.trace.example_layer = 1;
   topology::LaunchEnvironment launch;

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
+_SLICE = 2048
 _CODES = {"uint8": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "uint16": 8}
 
 
@@ -90,10 +91,14 @@ def prepare_bytes(
     out: Path,
     package: str = "torch",
     train_bytes: int = 8 << 20,
-    valid_bytes: int = 256 << 10,
+    valid_bytes: int = (16 << 10) + 1,
     seed: int = 1,
 ) -> Prepared:
-    """Cuts held-out and training text out of the package's sources, in a seeded order of files."""
+    """Cuts held-out and training text out of the package's sources, in a seeded order of files.
+
+    Training takes whole files. Of each held-out file only a slice of at most _SLICE bytes is taken, so that few bytes come
+    from many files.
+    """
     files = python_sources(package)
     random.Random(seed).shuffle(files)
     sets: dict[str, list[np.ndarray]] = {"valid": [], "train": []}
@@ -105,7 +110,11 @@ def prepare_bytes(
             path = next(waiting, None)
             if path is None:
                 break
-            text = np.frombuffer(path.read_bytes(), dtype=np.uint8)[:room]
+            text = np.frombuffer(path.read_bytes(), dtype=np.uint8)
+            if name == "valid":
+                begin = max(0, text.size - _SLICE) // 2
+                text = text[begin : begin + _SLICE]
+            text = text[:room]
             if text.size:
                 sets[name].append(text)
                 room -= text.size
@@ -127,7 +136,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--package", default="torch")
     parser.add_argument("--train-bytes", type=int, default=8 << 20)
-    parser.add_argument("--valid-bytes", type=int, default=256 << 10)
+    parser.add_argument("--valid-bytes", type=int, default=(16 << 10) + 1)
     parser.add_argument("--seed", type=int, default=1)
     a = parser.parse_args()
     try:
