@@ -10,7 +10,7 @@
 #include "mtraining/base/check.h"
 #include "mtraining/pattern/observation.h"
 #include "mtraining/pattern/pattern.h"
-#include "mtraining/pattern/pattern_cases.h"
+#include "mtraining/pattern/pattern_cases_test.h"
 
 namespace {
 

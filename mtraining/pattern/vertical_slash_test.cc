@@ -7,7 +7,7 @@
 
 #include "mtraining/base/check.h"
 #include "mtraining/pattern/pattern.h"
-#include "mtraining/pattern/pattern_cases.h"
+#include "mtraining/pattern/pattern_cases_test.h"
 #include "mtraining/testing/random.h"
 
 namespace mtraining::pattern {
@@ -324,14 +324,18 @@ TEST(BuildVerticalSlash, TheWorkedExampleOfTheDocument) {
              .seq_len = 160,
              .heads = 1,
              .kv_heads = 1,
-             .dim = 1,
+             .dim = 8,
              .precision = Precision::kFloat32,
-             .q = std::vector<double>(160, 1.0),
-             .k = std::vector<double>(160, -60.0),  // exp(-60) of the others is no mass at all
+             .q = std::vector<double>(160 * 8, 0.0),
+             .k = std::vector<double>(160 * 8, 0.0),
              .document_starts = {}};
+  for (int64_t i = 0; i < 160; ++i) {
+    s.q[i * 8] = std::sqrt(8.0);  // undoes softmax_scale: the score is the key's first value
+    s.k[i * 8] = -60;             // exp(-60) is no mass at all
+  }
   for (const auto& [key, probability] :
        {std::pair{159, 0.4}, {143, 0.2}, {95, 0.16}, {50, 0.04}, {0, 0.2}})
-    s.k[key] = static_cast<float>(std::log(probability));
+    s.k[key * 8] = static_cast<float>(std::log(probability));
   VerticalSlashOptions options = bare(0.85);
   options.last_q = 1;
   const auto list = [](std::span<const int32_t> row) {

@@ -129,7 +129,9 @@ TEST(VerticalSlashMask, IsDiagonalsOrColumnsCutByCausalityAndDocuments) {
   const int64_t seq_len = 200;
   std::vector<int32_t> starts = make_document_starts(Documents::kMidBlock, 1, seq_len);
   const Mask mask = vertical_slash_mask({{0, 2}, {}}, {{70}, {0, 150}}, 2, starts, seq_len);
-  EXPECT_TRUE(mask(0, 0, 199, 192));   // diagonal 0
+  EXPECT_TRUE(mask(0, 0, 199, 192));  // diagonal 0
+  EXPECT_TRUE(mask(0, 0, 195, 195));
+  EXPECT_FALSE(mask(0, 0, 195, 196));  // the very next key
   EXPECT_FALSE(mask(0, 0, 191, 192));  // the future
   EXPECT_TRUE(mask(0, 0, 180, 63));    // diagonal 2, document starts at 37
   EXPECT_FALSE(mask(0, 0, 180, 36));   // another document
