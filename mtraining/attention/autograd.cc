@@ -32,11 +32,11 @@ class SparseRingAttention : public torch::autograd::Function<SparseRingAttention
     RingContext::State& state = saved->context->state();
     const std::shared_ptr<IndexPlan> plan =
         state.plans.find_or_make(saved->index, state.layout, state.cp_rank);
-    const ForwardResult result = ring_forward(
-        state, *plan,
-        checked_call(state, *plan, "forward", q, k, v, saved->softmax_scale,
-                     saved->document_starts));
-    graph->save_for_backward({q, k, v, result.out, result.lse});
+    const ForwardResult result =
+        ring_forward(state, *plan,
+                     checked_call(state, *plan, "forward", q, k, v, saved->softmax_scale,
+                                  saved->document_starts));
+    graph->save_for_backward({q, k, v, result.out, result.lse, result.out_residual});
     graph->saved_data["call"] = c10::IValue::make_capsule(saved);
     graph->mark_non_differentiable({result.lse});
     return {result.out, result.lse};
@@ -53,9 +53,9 @@ class SparseRingAttention : public torch::autograd::Function<SparseRingAttention
     RingContext::State& state = saved->context->state();
     const std::shared_ptr<IndexPlan> plan =
         state.plans.find_or_make(saved->index, state.layout, state.cp_rank);
-    const BackwardResult result =
-        checked_backward(state, *plan, grads[0], tensors[0], tensors[1], tensors[2], tensors[3],
-                         tensors[4], saved->softmax_scale, saved->document_starts);
+    const BackwardResult result = checked_backward(state, *plan, grads[0], tensors[0], tensors[1],
+                                                   tensors[2], {tensors[3], tensors[4], tensors[5]},
+                                                   saved->softmax_scale, saved->document_starts);
     return {result.dq, result.dk, result.dv, at::Tensor()};
   }
 };

@@ -6,8 +6,8 @@
 #include <optional>
 #include <utility>
 
-#include "mtraining/attention/ring_call.h"
 #include "mtraining/attention/column_exchange.h"
+#include "mtraining/attention/ring_call.h"
 #include "mtraining/attention/ring_context.h"
 #include "mtraining/attention/ring_pass.h"
 #include "mtraining/attention/tensors.h"
@@ -148,11 +148,14 @@ ForwardResult ring_forward(RingContext::State& state, IndexPlan& plan, const Rin
     launch({source});
     state.observe("columns", slice, begin_us, slice == 0 ? launcher.exchanged_column_pairs() : 0);
   }
-  return {held == dtype ? out : out.to(dtype), lse};
+  if (held == dtype) return {out, lse, {}};
+  at::Tensor rounded = out.to(dtype);
+  return {rounded, lse, out.sub_(rounded).to(dtype)};
 }
 
 BackwardResult ring_backward(RingContext::State& state, IndexPlan& plan, const RingCall& call,
-                             const at::Tensor& dout, const at::Tensor& out, const at::Tensor& lse) {
+                             const at::Tensor& dout, const ForwardResult& saved) {
+  const at::Tensor& lse = saved.lse;
   const at::ScalarType dtype = call.q.scalar_type(), held = state_type(dtype);
   const at::Device device = call.q.device();
   const at::ScalarType wire =
@@ -175,7 +178,8 @@ BackwardResult ring_backward(RingContext::State& state, IndexPlan& plan, const R
   {
     kernels::BackwardParams params;
     fill(params, {});
-    const at::Tensor held_out = with_contiguous_rows(out.to(held));
+    at::Tensor held_out = with_contiguous_rows(saved.out.to(held));
+    if (saved.out_residual.defined()) held_out = held_out.add(saved.out_residual);
     kernels::ref::delta(params, const_view(held_out), delta.data_ptr());
   }
   const auto launch = [&](const std::vector<kernels::KeySource>& sources) {
@@ -235,19 +239,21 @@ ForwardResult ring_forward(RingContext& context, const at::Tensor& q, const at::
 BackwardResult ring_backward(RingContext& context, const at::Tensor& dout, const at::Tensor& q,
                              const at::Tensor& k, const at::Tensor& v, const at::Tensor& out,
                              const at::Tensor& lse, const index::Index& index, double softmax_scale,
-                             const at::Tensor& document_starts) {
+                             const at::Tensor& document_starts, const at::Tensor& out_residual) {
   IndexPlan plan = plan_of(context.state(), index);
-  return checked_backward(context.state(), plan, dout, q, k, v, out, lse, softmax_scale,
-                          document_starts);
+  return checked_backward(context.state(), plan, dout, q, k, v, {out, lse, out_residual},
+                          softmax_scale, document_starts);
 }
 
 BackwardResult checked_backward(RingContext::State& state, IndexPlan& plan, const at::Tensor& dout,
                                 const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                                const at::Tensor& out, const at::Tensor& lse, double softmax_scale,
+                                const ForwardResult& saved, double softmax_scale,
                                 const at::Tensor& document_starts) {
-  check_gradient_inputs(q, dout, out, lse);
-  const RingCall call = checked_call(state, plan, "backward", q, k, v, softmax_scale, document_starts);
-  return ring_backward(state, plan, call, with_contiguous_rows(dout), out, lse.contiguous());
+  check_gradient_inputs(q, dout, saved);
+  const RingCall call =
+      checked_call(state, plan, "backward", q, k, v, softmax_scale, document_starts);
+  return ring_backward(state, plan, call, with_contiguous_rows(dout),
+                       {saved.out, saved.lse.contiguous(), saved.out_residual});
 }
 
 }  // namespace mtraining::attention

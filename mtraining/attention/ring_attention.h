@@ -89,6 +89,9 @@ class RingContext {
 struct ForwardResult {
   at::Tensor out;  ///< [B, n, H, D] q's dtype
   at::Tensor lse;  ///< [B, H, n] float32 (float64 for float64 inputs)
+  /// [B, n, H, D] q's dtype: what rounding `out` lost; undefined where nothing was rounded. Backward subtracts dout . out from
+  /// dout . v; where one key has all the weight they cancel, and the rounding of a bf16 `out` would be all that is left.
+  at::Tensor out_residual;
 };
 
 /// Shapes: q [B, n, H, D], k, v [B, n, Hk, D]; document_starts [B, N] int32 of the whole sequence, on every rank, or undefined.
@@ -102,10 +105,11 @@ ForwardResult ring_forward(RingContext& context, const at::Tensor& q, const at::
 struct BackwardResult {
   at::Tensor dq, dk, dv;  ///< shapes and dtype of q, k, v
 };
-/// dout [B, n, H, D]; out, lse as forward returned them. Collective.
+/// dout [B, n, H, D]; out, lse, out_residual as forward returned them (the residual may be left out). Collective.
 BackwardResult ring_backward(RingContext& context, const at::Tensor& dout, const at::Tensor& q,
                              const at::Tensor& k, const at::Tensor& v, const at::Tensor& out,
                              const at::Tensor& lse, const index::Index& index, double softmax_scale,
-                             const at::Tensor& document_starts = {});
+                             const at::Tensor& document_starts = {},
+                             const at::Tensor& out_residual = {});
 
 }  // namespace mtraining::attention

@@ -75,8 +75,8 @@ at::Tensor local_document_start(const RingContext::State& state,
 }  // namespace
 
 RingCall checked_call(RingContext::State& state, IndexPlan& plan, const char* direction,
-                  const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                  double softmax_scale, const at::Tensor& document_starts) {
+                      const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                      double softmax_scale, const at::Tensor& document_starts) {
   const index::Index& index = plan.index();
   const int64_t n = state.layout.tokens_per_rank();
   MT_CHECK_ARG(index.seq_len == state.layout.seq_len(), "index: expected seq_len ",
@@ -126,14 +126,17 @@ RingCall checked_call(RingContext::State& state, IndexPlan& plan, const char* di
   return call;
 }
 
-void check_gradient_inputs(const at::Tensor& q, const at::Tensor& dout, const at::Tensor& out,
-                           const at::Tensor& lse) {
+void check_gradient_inputs(const at::Tensor& q, const at::Tensor& dout,
+                           const ForwardResult& saved) {
   MT_CHECK_ARG(q.defined() && q.dim() == 4, "q: expected [B, S_local, H, D], got ", shape_text(q));
   const NamedSizes rows = {
       {"B", q.size(0)}, {"S_local", q.size(1)}, {"H", q.size(2)}, {"D", q.size(3)}};
   check_tensor("dout", dout, rows, q.scalar_type(), q.device());
-  check_tensor("out", out, rows, q.scalar_type(), q.device());
-  check_tensor("lse", lse, {{"B", q.size(0)}, {"H", q.size(2)}, {"S_local", q.size(1)}},
+  if (saved.out_residual.defined()) {
+    check_tensor("out_residual", saved.out_residual, rows, q.scalar_type(), q.device());
+  }
+  check_tensor("out", saved.out, rows, q.scalar_type(), q.device());
+  check_tensor("lse", saved.lse, {{"B", q.size(0)}, {"H", q.size(2)}, {"S_local", q.size(1)}},
                state_type(q.scalar_type()), q.device());
 }
 

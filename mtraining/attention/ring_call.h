@@ -20,20 +20,19 @@ struct RingCall {
 /// Collective (one small exchange, on the CPU only: on a GPU it would synchronise with the host). Errors: InvalidArgument,
 /// Unsupported naming the input, what was expected and got.
 RingCall checked_call(RingContext::State& state, IndexPlan& plan, const char* direction,
-                  const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                  double softmax_scale, const at::Tensor& document_starts);
-/// Local. dout and out as q, lse [B, H, n].
-void check_gradient_inputs(const at::Tensor& q, const at::Tensor& dout, const at::Tensor& out,
-                           const at::Tensor& lse);
+                      const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                      double softmax_scale, const at::Tensor& document_starts);
+/// Local. dout, out and out_residual (where defined) as q, lse [B, H, n].
+void check_gradient_inputs(const at::Tensor& q, const at::Tensor& dout, const ForwardResult& saved);
 
 ForwardResult ring_forward(RingContext::State& state, IndexPlan& plan, const RingCall& call);
-/// dout: rows contiguous; lse contiguous.
+/// dout: rows contiguous; saved.lse contiguous.
 BackwardResult ring_backward(RingContext::State& state, IndexPlan& plan, const RingCall& call,
-                             const at::Tensor& dout, const at::Tensor& out, const at::Tensor& lse);
+                             const at::Tensor& dout, const ForwardResult& saved);
 /// Both checks, then ring_backward.
 BackwardResult checked_backward(RingContext::State& state, IndexPlan& plan, const at::Tensor& dout,
                                 const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                                const at::Tensor& out, const at::Tensor& lse, double softmax_scale,
+                                const ForwardResult& saved, double softmax_scale,
                                 const at::Tensor& document_starts);
 
 }  // namespace mtraining::attention
