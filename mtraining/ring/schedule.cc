@@ -211,9 +211,10 @@ class KvRing {
 /// than K and V make brings every shard's sum home.
 class GradRing {
  public:
-  GradRing(ScheduleBuilder& builder, const Ring& ring, Channel channel)
+  GradRing(ScheduleBuilder& builder, const Ring& ring, Channel channel, int prefetch_steps)
       : builder_(builder), ring_(ring), channel_(channel) {
-    computed_ = builder.add_grad_slots(std::min(2, ring.size));
+    // A launch may be prefetch_steps ahead of the hop that takes its gradients along.
+    computed_ = builder.add_grad_slots(std::min(prefetch_steps + 1, ring.size));
     if (ring.size > 1) received_ = builder.add_grad_slot();
   }
 
@@ -250,7 +251,7 @@ Schedule single_ring(const Ring& ring, Channel kv_channel, Channel grad_channel,
   ScheduleBuilder builder;
   KvRing kv(builder, ring, kv_channel, prefetch_steps);
   std::optional<GradRing> grad;
-  if (direction == Direction::kBackward) grad.emplace(builder, ring, grad_channel);
+  if (direction == Direction::kBackward) grad.emplace(builder, ring, grad_channel, prefetch_steps);
   int home = -1;
   kv.begin(0);
   for (int step = 0; step < ring.size; ++step) {
@@ -327,7 +328,8 @@ Schedule hierarchical_ring(const topology::Topology& topology, int cp_rank, int 
   OuterRing outer(builder, outer_ring, direction);
   KvRing kv(builder, inner_ring, Channel::kInnerKv, prefetch_steps);
   std::optional<GradRing> grad;
-  if (direction == Direction::kBackward) grad.emplace(builder, inner_ring, Channel::kInnerGrad);
+  if (direction == Direction::kBackward)
+    grad.emplace(builder, inner_ring, Channel::kInnerGrad, prefetch_steps);
   int home = -1;
   for (int outer_step = 0; outer_step < topology.nodes; ++outer_step) {
     outer.receive_up_to(outer_step + 1, ranks);

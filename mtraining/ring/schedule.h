@@ -95,7 +95,8 @@ struct ScheduleOptions {
   /// >= 1: how many transfers of K and V may be under way or waiting ahead of the launch. flat and
   /// inner ring: before launch t those of launches up to t + prefetch_steps have been issued (inner
   /// ring: within the outer step, beside one outer transfer). inner gather: before launch t the
-  /// gathers up to launch t + prefetch_steps - 1 and the outer transfer after them.
+  /// gathers up to launch t + prefetch_steps - 1 and the outer transfer after them. On a ring, launches
+  /// may also run that many steps ahead of the hops that take their gradients along.
   int prefetch_steps = 2;
 };
 

@@ -147,9 +147,10 @@ TEST(Schedule, SlotsAreFewAndReused) {
                                                        : outer + std::min(prefetch, nodes) * ranks;
     EXPECT_EQ(schedule.num_kv_slots, 1 + kv);
     const int node_sums = std::min(2, nodes) + (nodes > 1);
-    const int grad = flat                                ? std::min(2, world) + (world > 1)
-                     : options.inner == InnerKind::kRing ? node_sums + 3
-                                                         : node_sums + std::min(2, nodes) * ranks;
+    const int grad = flat ? std::min(prefetch + 1, world) + (world > 1)
+                     : options.inner == InnerKind::kRing
+                         ? node_sums + std::min(prefetch + 1, ranks) + 1
+                         : node_sums + std::min(2, nodes) * ranks;
     EXPECT_EQ(schedule.num_grad_slots, backward ? grad : 0);
   });
 }

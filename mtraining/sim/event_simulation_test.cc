@@ -7,6 +7,7 @@
 
 #include "mtraining/base/check.h"
 #include "mtraining/sim/latency_model.h"
+#include "mtraining/sim/pattern_shapes.h"
 
 namespace mtraining::sim {
 namespace {
@@ -148,6 +149,36 @@ TEST(EventSimulation, PrefetchAbsorbsAlternatingLoads) {
   const double three =
       simulate(schedules(far, false), far.topology, {.launch_us = times}, cost).total_us;
   EXPECT_LT(three, one - 50);
+}
+
+TEST(EventSimulation, RingStrideEvensOutABandInBothDirections) {
+  // A near band lies on few consecutive steps of a ring of neighbours: heavy steps follow each other
+  // and hops cannot hide under the light ones that follow. With stride 15 they alternate.
+  const Topology topology{1, 32};
+  const index::Index index = to_index(make_pattern("local", 131072, 16));
+  const layout::Layout layout({.seq_len = 131072, .cp_size = 32});
+  const PairTable pairs = count_pairs(index, layout);
+  const auto total_us = [&](int stride, bool backward) {
+    const ScheduleOptions options{
+        .topology = topology, .ring = RingKind::kFlat, .ring_stride = stride};
+    const StepLoads loads = step_loads(pairs, options, ColumnCost::kOnce);
+    const double world = 32;
+    const double shard_us = 500;
+    const LaunchCost launch{.us_per_pair =
+                                shard_us * world * world /
+                                static_cast<double>(measure(loads, options).total_pairs) *
+                                (backward ? 2.5 : 1)};
+    const CostModel cost{
+        .inner = {.latency_us = 0, .bytes_per_us = 1}, .kv_bytes = 450, .grad_bytes = 900};
+    return simulate(schedules(options, backward), topology, compute_times(loads, launch, backward),
+                    cost)
+        .total_us;
+  };
+  const double ideal_us = 32 * 500;
+  EXPECT_GT(total_us(1, false), 1.2 * ideal_us);
+  EXPECT_LT(total_us(15, false), 1.1 * ideal_us);
+  EXPECT_GT(total_us(1, true), 1.2 * 2.5 * ideal_us);
+  EXPECT_LT(total_us(15, true), 1.1 * 2.5 * ideal_us);
 }
 
 TEST(EventSimulation, BytesAndLatencyMakeAHop) {
