@@ -93,6 +93,8 @@ class CausePipe {
   set("MASTER_ADDR", "127.0.0.1");
   set("MASTER_PORT", std::to_string(port));
   set(kErrorFd, std::to_string(error_fd));
+  ::setenv("TORCH_CPP_LOG_LEVEL", "ERROR",
+           0);  // torch's own warnings about lost peers would bury the cause
   std::vector<char*> argv{const_cast<char*>("mtraining")};
   for (const std::string& argument : options.arguments)
     argv.push_back(const_cast<char*>(argument.c_str()));

@@ -1,0 +1,117 @@
+"""Where the built executable is, for the tests that run it."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+from mtraining.prepare import write_token_file
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def find_binary() -> Path | None:
+    given = os.environ.get("MTRAINING_BINARY")
+    if given:
+        return Path(given).resolve()
+    folder = os.environ.get("MTRAINING_BINARY_DIR")
+    built = (
+        [Path(folder) / "bin" / "mtraining"]
+        if folder
+        else sorted(ROOT.glob("build/*/bin/mtraining"), key=lambda path: path.stat().st_mtime)
+    )
+    return built[-1] if built and built[-1].exists() else None
+
+
+@pytest.fixture(scope="session")
+def binary() -> Path:
+    found = find_binary()
+    assert found is not None, "no executable in build/*/bin: run ./dev build first"
+    return found
+
+
+CONFIG = """
+[model]
+vocab_size = 64
+hidden_size = 32
+intermediate_size = 48
+num_hidden_layers = 2
+num_attention_heads = 4
+num_key_value_heads = 2
+head_dim = 16
+
+[data]
+train = "{data}"
+valid = "{data}"
+
+[attention]
+last_q = 32
+sink_tokens = 8
+
+[train]
+seq_len = 256
+steps = 3
+
+[optim]
+lr = 1e-3
+
+[eval]
+batches = 1
+"""
+
+
+class Job:
+    """A tiny configuration with its data in a folder of its own, and the means to run it."""
+
+    def __init__(self, binary: Path, folder: Path):
+        self.binary, self.folder = binary, folder
+        self.data = folder / "tokens"
+        ids = np.random.default_rng(1).integers(0, 64, 5000)
+        write_token_file(self.data, [ids])
+        self.config = folder / "tiny.toml"
+        self.config.write_text(CONFIG.format(data=self.data))
+        self.out = folder / "run"
+
+    def command(self, *extra: str, nproc: int | None = None) -> list[str]:
+        command = [str(self.binary), "train", "--config", str(self.config), "--out", str(self.out)]
+        if nproc is not None:
+            command += ["--nproc", str(nproc)]
+        return [*command, *extra]
+
+    def environment(self) -> dict[str, str]:
+        return clean_environment()
+
+    def run(self, *extra: str, nproc: int | None = None, env: dict | None = None, timeout=60):
+        return subprocess.run(
+            self.command(*extra, nproc=nproc),
+            cwd=self.folder,
+            env={**self.environment(), **(env or {})},
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+        )
+
+
+def clean_environment() -> dict[str, str]:
+    launcher = (
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+    )
+    return {k: v for k, v in os.environ.items() if k not in launcher and k != "MTRAINING_FAULT"}
+
+
+@pytest.fixture
+def environment() -> dict[str, str]:
+    """This process's, without what a launcher or a fault test may have left in it."""
+    return clean_environment()
+
+
+@pytest.fixture
+def job(binary: Path, tmp_path: Path) -> Job:
+    return Job(binary, tmp_path)

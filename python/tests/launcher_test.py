@@ -1,0 +1,106 @@
+"""How a job ends: one rank fails, or somebody asks it to stop."""
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+
+def ranks_of(folder: Path) -> list[int]:
+    """Processes that run a job of this folder, the launcher too."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            line = (entry / "cmdline").read_bytes()
+        except OSError:
+            continue
+        if str(folder).encode() in line and b"mtraining" in line.split(b"\0")[0]:
+            found.append(int(entry.name))
+    return found
+
+
+def assert_nobody_left(folder: Path) -> None:
+    end = time.monotonic() + 5
+    while ranks_of(folder) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert ranks_of(folder) == []
+
+
+@pytest.mark.parametrize("place", ["loader", "forward", "backward"])
+@pytest.mark.parametrize("kind", ["throw", "kill", "exit"])
+def test_a_rank_that_fails_ends_the_job_with_the_first_cause(job, place, kind):
+    start = time.monotonic()
+    fault = f"rank=2,step=2,at={place},kind={kind}"
+    extra = ["--train.steps", "500", "--parallel.cp_inner_size", "2"]
+    result = job.run(*extra, nproc=4, env={"MTRAINING_FAULT": fault}, timeout=30)
+    assert time.monotonic() - start < 30
+    assert result.returncode == 1
+    lines = [line for line in result.stderr.splitlines() if line]
+    assert len(lines) == 1, result.stderr
+    expected = {
+        "throw": f"rank 2: fault injected in {place} of train_step 2",
+        "kill": "rank 2: killed by signal 9",
+        "exit": "rank 2",
+    }[kind]
+    assert lines[0].startswith("mtraining: error: ")
+    assert expected in lines[0]
+    assert_nobody_left(job.folder)
+
+
+def start_long(job) -> subprocess.Popen:
+    process = subprocess.Popen(
+        job.command("--train.steps", "100000", nproc=2),
+        cwd=job.folder,
+        env=job.environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    for line in process.stdout:
+        if "train_step 1/" in line:
+            return process
+    raise AssertionError(process.stderr.read())
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_a_stop_signal_ends_all_ranks_after_the_step(job, number):
+    process = start_long(job)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == 0, err
+    assert err == ""
+    assert out.splitlines()[-1].startswith("stopped at train_step ")
+    assert (job.out / "summary.json").exists()
+    assert_nobody_left(job.folder)
+
+
+def test_a_killed_launcher_leaves_no_ranks(job):
+    process = start_long(job)
+    assert len(ranks_of(job.folder)) == 3
+    process.kill()
+    process.communicate(timeout=10)
+    assert_nobody_left(job.folder)
+
+
+def test_a_rank_killed_from_outside_is_named(job):
+    process = start_long(job)
+    rank = next(pid for pid in ranks_of(job.folder) if pid != process.pid)
+    os.kill(rank, signal.SIGKILL)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 1
+    assert err.count("\n") == 1
+    assert "killed by signal 9" in err
+    assert_nobody_left(job.folder)
+
+
+def test_a_run_that_cannot_write_says_so(job):
+    (job.folder / "file").write_text("")
+    result = job.run("--out", str(job.folder / "file"), nproc=2)
+    assert result.returncode == 1
+    assert result.stderr.startswith("mtraining: error: ")
+    assert result.stderr.count("\n") == 1
