@@ -39,6 +39,13 @@ void check_call(const LocalAttention& local, const VerticalSlashOptions& options
   MT_CHECK_SUPPORTED(widest * options.last_q < (1 << 17), "selection: kv_group over ", widest,
                      " heads with last_q ", options.last_q, ": their product must stay below ",
                      1 << 17, " for the masses to fit 64 bits");
+  for (int64_t b = 0; b < local.batch && local.document_starts != nullptr; ++b) {
+    for (int64_t i = 0; i < layout.seq_len(); ++i) {
+      const int32_t start = local.document_starts[b * layout.seq_len() + i];
+      MT_CHECK_ARG(start >= 0 && start <= i, "document_starts: expected a position in [0, ", i,
+                   "] at sample ", b, ", position ", i, ", got ", start);
+    }
+  }
 }
 
 // Sums every `group` consecutive rows of [rows, width] into one.

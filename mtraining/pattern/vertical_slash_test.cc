@@ -528,6 +528,17 @@ TEST(BuildVerticalSlash, ValuesThatAreNotFiniteAreRefusedOnEveryRankAlike) {
   }
 }
 
+TEST(BuildVerticalSlash, ADocumentThatStartsAfterItsTokenIsRefusedOnEveryRank) {
+  Sequence s = make_sequence(2, 300, 2, 1, Precision::kFloat32, Documents::kMidBlock);
+  for (int32_t bad : {-1, 201}) {
+    s.document_starts[300 + 200] = bad;
+    for (const std::string& text : refusals(s, layout::Layout({.seq_len = 300, .cp_size = 2})))
+      EXPECT_EQ(text, concat("document_starts: expected a position in [0, 200] at sample 1, "
+                             "position 200, got ",
+                             bad));
+  }
+}
+
 TEST(BuildVerticalSlash, LargeFiniteValuesAndNegativeZerosAreFine) {
   Sequence s = make_sequence(1, 300, 2, 1, Precision::kFloat32);
   for (size_t i = 0; i < s.q.size(); i += 7) s.q[i] = -0.0;
