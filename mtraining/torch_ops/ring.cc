@@ -52,9 +52,6 @@ attention::RingOptions ring_options(const RingShape& shape) {
 
 Ring::Ring(const c10::IValue& group, const RingShape& shape) {
   in_python_terms([&] {
-    const attention::RingOptions options = ring_options(shape);
-    // All that one rank can see to be wrong, before any other is waited for.
-    const layout::Layout layout(options.layout);
     open_ = std::make_shared<Open>();
     comm::GroupTransportOptions transport;
     transport.members = shape.members;
@@ -63,9 +60,10 @@ Ring::Ring(const c10::IValue& group, const RingShape& shape) {
     transport.timeout = std::chrono::milliseconds(shape.timeout_ms);
     open_->transport = comm::make_c10d_over(group, transport);
     try {
-      open_->context = std::make_unique<attention::RingContext>(options, *open_->transport);
+      open_->context =
+          std::make_unique<attention::RingContext>(ring_options(shape), *open_->transport);
     } catch (const std::exception& e) {
-      open_->transport->abort(e.what());
+      open_->transport->abort(e.what());  // the others may have come without such an error
       throw;
     }
   });

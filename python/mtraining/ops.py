@@ -47,7 +47,8 @@ def attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention over the pairs of an index. Differentiable in q, k and v; the index is a constant.
 
-    Args: q [B, S, H, D], k, v [B, S, Hk, D], one dtype, any strides; index: as build_index returns it, with its document_starts
+    Args: q [B, S, H, D], k, v [B, S, Hk, D], one dtype, any strides, D a multiple of 8 up
+    to 512; index: as build_index returns it, with its document_starts
     and its softmax_scale.
 
     Returns: (out, lse): out [B, S, H, D] in q's dtype; lse [B, H, S] float32 (float64 for float64), natural logarithm, not
@@ -57,6 +58,10 @@ def attend(
     Source: MTraining, arXiv 2510.18830, section 3.2: the gradient is exactly as sparse as the attention.
     """
     _check_device(q)
+    if q.dim() != 4 or q.shape[1] != index.seq_len:
+        raise ValueError(
+            f"q: expected [B, S={index.seq_len}, H, D] as the index has it, got {list(q.shape)}"
+        )
     return ops.attend(q, k, v, *index.lists(), index.document_starts, index.softmax_scale)
 
 

@@ -1,0 +1,56 @@
+"""Dense attention in float64 with a boolean mask: what every test of this folder compares with. Shares no code with the package."""
+
+import torch
+
+
+def attention(q, k, v, mask, softmax_scale=None):
+    """(out [B, S, H, D], lse [B, H, S]) in float64; mask bool [B, H, S, S]; an empty row gives 0 and -inf. Differentiable."""
+    q, k, v = (x.double().transpose(1, 2) for x in (q, k, v))
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    scores = (q @ k.transpose(-1, -2) * scale).masked_fill(~mask, float("-inf"))
+    lse = torch.logsumexp(scores, -1)
+    weights = (scores - lse.masked_fill(lse == float("-inf"), 0)[..., None]).exp()
+    return (weights @ v).transpose(1, 2), lse
+
+
+def mask_of(index, document_starts=None):
+    """bool [B, H, S, S] from the lists of an index and the definition alone."""
+    batch, heads = index.num_diagonals.shape
+    position = torch.arange(index.seq_len)
+    query, key = position[:, None], position[None, :]
+    mask = torch.zeros(batch, heads, index.seq_len, index.seq_len, dtype=torch.bool)
+    for b in range(batch):
+        for h in range(heads):
+            diagonals = index.diagonals[b, h, : index.num_diagonals[b, h]]
+            columns = index.columns[b, h, : index.num_columns[b, h]]
+            chosen = torch.isin(query // 64 - key // 64, diagonals.long())
+            chosen = chosen | torch.isin(key, columns.long())
+            start = torch.zeros(index.seq_len) if document_starts is None else document_starts[b]
+            mask[b, h] = chosen & (key <= query) & (key >= start[:, None])
+    return mask
+
+
+def structured(batch, seq_len, heads, kv_heads, head_dim, seed=0, dtype=torch.float32):
+    """q, k, v whose attention is truly sparse: means shared over positions under rotary embedding (slashes), some keys that
+    every query likes (verticals), noise."""
+    random = torch.Generator().manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=random, dtype=torch.float64)
+
+    half = head_dim // 2
+    angle = torch.arange(seq_len)[:, None] * 1e4 ** (-torch.arange(half) / half)
+    cos, sin = angle.cos()[:, None], angle.sin()[:, None]
+
+    def rotate(x):
+        a, b = x[..., :half], x[..., half:]
+        return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
+
+    mean = 1.5 * normal(1, 1, 1, head_dim)
+    q = rotate(mean + 0.5 * normal(batch, seq_len, heads, head_dim))
+    k = rotate(mean + 0.5 * normal(batch, seq_len, kv_heads, head_dim))
+    liked = torch.randperm(seq_len, generator=random)[: max(1, seq_len // 50)]
+    k[:, liked] += 0.5 * q.mean((1, 2), keepdim=True)
+    return [x.to(dtype) for x in (q, k, normal(batch, seq_len, kv_heads, head_dim))]
