@@ -147,8 +147,6 @@ void put_into_place(const PublicationOptions& options, const fs::path& part,
 
 }  // namespace
 
-std::string agree_alone(const std::string& error) { return error; }
-
 fs::path publish(const PublicationOptions& options,
                  const std::function<void(const fs::path&)>& write,
                  const std::function<void(const fs::path&)>& verify, const Agreement& agree) {

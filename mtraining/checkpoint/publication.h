@@ -17,13 +17,9 @@
 #include <string>
 #include <vector>
 
-namespace mtraining::checkpoint {
+#include "mtraining/checkpoint/agreement.h"
 
-/// Collective: every rank passes its own error, "" for none; all get the same answer: the error of the lowest rank that has
-/// one, or "". Must not return before every rank has called it.
-using Agreement = std::function<std::string(const std::string& error)>;
-/// The Agreement of a single process.
-std::string agree_alone(const std::string& error);
+namespace mtraining::checkpoint {
 
 struct PublicationOptions {
   std::filesystem::path root;  ///< made where it does not exist

@@ -8,17 +8,16 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <barrier>
 #include <csignal>
 #include <map>
-#include <nlohmann/json.hpp>
+#include <numeric>
 #include <set>
-#include <thread>
 
 #include "mtraining/checkpoint/disk.h"
 #include "mtraining/checkpoint/scratch_folder.h"
 #include "mtraining/checkpoint/training_state.h"
 #include "mtraining/checkpoint/weight_folder.h"
+#include "mtraining/comm/loopback.h"
 
 namespace mtraining::checkpoint {
 namespace {
@@ -305,52 +304,29 @@ TEST(Publication, IncompleteFoldersAreIgnoredAndSaid) {
   EXPECT_TRUE(fs::exists(scratch / "step-notes"));
 }
 
-/// Threads stand for ranks.
-class Ranks {
- public:
-  explicit Ranks(int count) : errors_(count), barrier_(count) {}
-  Agreement agreement(int rank) {
-    return [this, rank](const std::string& error) {
-      errors_[rank] = error;
-      barrier_.arrive_and_wait();
-      std::string first;
-      for (const std::string& each : errors_)
-        if (first.empty()) first = each;
-      barrier_.arrive_and_wait();
-      return first;
-    };
-  }
-  /// The error of each rank.
-  template <typename Body>
-  std::vector<std::string> run(const Body& body) {
-    std::vector<std::string> result(errors_.size());
-    std::vector<std::thread> threads;
-    for (int rank = 0; rank < static_cast<int>(errors_.size()); ++rank)
-      threads.emplace_back([&, rank] { result[rank] = error_of([&] { body(rank); }); });
-    for (std::thread& thread : threads) thread.join();
-    return result;
-  }
-
- private:
-  std::vector<std::string> errors_;
-  std::barrier<> barrier_;
-};
-
 TEST(Publication, AllRanksWriteOneCheckpointOrAllReportTheSameError) {
   for (const int world_size : {1, 2, 3, 4}) {
     const ScratchFolder scratch;
-    Ranks ranks(world_size);
+    // The error of each rank; threads stand for ranks.
     const auto publish_step = [&](int64_t step, int failing_rank) {
-      return ranks.run([&](int rank) {
-        publish(
-            {scratch.path(), step, rank, 1},
-            [&](const fs::path& folder) {
-              write_rank(folder, step, rank, world_size);
-              MT_CHECK_EXTERNAL(rank != failing_rank, "rank ", rank, ": No space left on device");
-            },
-            [](const fs::path& folder) { TrainingState check(folder / "training_state"); },
-            ranks.agreement(rank));
+      std::vector<std::string> errors(world_size);
+      comm::run_loopback(world_size, [&](comm::Transport& transport) {
+        std::vector<int> members(world_size);
+        std::iota(members.begin(), members.end(), 0);
+        const int rank = transport.rank();
+        const comm::CommunicatorPtr communicator = transport.open("checkpoint", members);
+        errors[rank] = error_of([&] {
+          publish(
+              {scratch.path(), step, rank, 1},
+              [&](const fs::path& folder) {
+                write_rank(folder, step, rank, world_size);
+                MT_CHECK_EXTERNAL(rank != failing_rank, "rank ", rank, ": No space left on device");
+              },
+              [](const fs::path& folder) { TrainingState check(folder / "training_state"); },
+              agree_over(*communicator));
+        });
       });
+      return errors;
     };
     for (const std::string& error : publish_step(10, -1)) EXPECT_EQ(error, "");
     EXPECT_EQ(TrainingState(scratch / "step-00000010/training_state").world_size(), world_size);
@@ -364,6 +340,22 @@ TEST(Publication, AllRanksWriteOneCheckpointOrAllReportTheSameError) {
     for (const std::string& error : publish_step(30, -1)) EXPECT_EQ(error, "");
     EXPECT_TRUE(is_whole(*find_newest(scratch.path())));
     EXPECT_FALSE(fs::exists(scratch / "step-00000010"));
+  }
+}
+
+TEST(Publication, AgreementGivesTheLowestRanksErrorToAll) {
+  for (const int ranks : {1, 2, 5}) {
+    std::vector<std::string> got(ranks);
+    comm::run_loopback(ranks, [&](comm::Transport& transport) {
+      std::vector<int> members(ranks);
+      std::iota(members.begin(), members.end(), 0);
+      const Agreement agree = agree_over(*transport.open("agreement", members));
+      const int rank = transport.rank();
+      const std::string mine = rank == 0 ? "" : concat("rank ", rank, std::string(3000, '!'));
+      got[rank] = agree("") + agree(mine);
+    });
+    for (const std::string& each : got)
+      EXPECT_EQ(each, ranks == 1 ? "" : "rank 1" + std::string(1000 - 6, '!'));
   }
 }
 

@@ -120,6 +120,17 @@ TEST(RopeScaling, YarnByFactorOneChangesNothing) {
   for (int64_t d = 0; d < 64; ++d) EXPECT_NEAR(got.inverse[d] / plain(1e6, 128, d), 1, 4e-7);
 }
 
+TEST(RopeScaling, AYarnRampOfNoWidthIsAStep) {
+  RopeParameters rope = qwen_512k();
+  rope.rope_theta = 1e4;
+  rope.original_max_position_embeddings = 4;  // no dimension turns even once over it
+  EXPECT_EQ(yarn_ramp(rope, 16).low, 0);
+  EXPECT_EQ(yarn_ramp(rope, 16).high, 0);
+  const RopeFrequencies got = rope_frequencies(rope, 16);
+  EXPECT_EQ(got.inverse[0], 1);
+  for (int64_t d = 1; d < 8; ++d) EXPECT_NEAR(got.inverse[d] * 16 / plain(1e4, 16, d), 1, 1e-6);
+}
+
 TEST(RopeScaling, Llama3KeepsShortWavelengthsAndStretchesLongOnes) {
   const RopeFrequencies got = rope_frequencies(llama31(), 128);
   int kept = 0, blended = 0, stretched = 0;

@@ -107,6 +107,7 @@ ROPES = [
     yarn(),
     yarn(factor=2.5, original_max_position_embeddings=64),
     yarn(factor=1.0),
+    yarn(original_max_position_embeddings=4),
     yarn(beta_fast=64.0, beta_slow=2.0),
     yarn(beta_fast=4.0, beta_slow=4.0),
     yarn(attention_factor=1.7),
