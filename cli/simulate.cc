@@ -61,8 +61,8 @@ const char* const kExamples =
 void declare(CLI::App& app, Options& options) {
   app.name("mtraining simulate");
   app.footer(kExamples);
-  app.add_option("--topology", options.topology_text, "Nodes x ranks of a node, such as 4x8")
-      ->required();
+  app.add_option("--topology", options.topology_text,
+                 "Nodes x ranks of a node, such as 4x8 (required)");
   app.add_option("--t-comp-ms", options.compute_ms, "Computation of one shard, ms");
   app.add_option("--t-intra-ms", options.intra_ms, "Hop of one shard's K and V inside a node, ms");
   app.add_option("--t-inter-ms", options.inter_ms, "Hop of one shard's K and V between nodes, ms");
@@ -547,6 +547,8 @@ int run_simulate(int argc, char** argv) {
   } catch (const CLI::ParseError& error) {
     throw InvalidArgument(concat("simulate: ", error.what()));
   }
+  MT_CHECK_ARG(!options.topology_text.empty(),
+               "simulate: expected --topology NODESxRANKS, got none");
   const topology::Topology topology = topology::parse_topology(options.topology_text);
   check(options);
   Json json = {{"topology", topology::to_string(topology)}};

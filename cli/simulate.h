@@ -1,7 +1,9 @@
-// mtraining simulate: what a ring costs, from a closed form, a pattern file, or both; needs no GPU
-// and no process group.
+// mtraining simulate: what a ring costs, from a closed form, a pattern file, or both; needs no GPU and
+// no process group.
 //
-// In:   --topology and times, or a pattern. Out: totals, an imbalance table, bytes, a timeline.
+// In:   --topology and times, or a pattern.
+// Out:  totals, an imbalance table, bytes, a timeline, as text, JSON or a trace.
+// Next: ui.perfetto.dev opens the trace.
 #pragma once
 
 namespace mtraining::cli {

@@ -201,6 +201,7 @@ TEST_F(Simulate, MistakesAreOneSentenceThatNamesThem) {
   names({"--topology", "4by8", "--t-comp-ms", "1"}, "4x8");
   names({"--topology", "4x8"}, "--t-comp-ms");
   names({"--topology", "4x8", "--patern", "x"}, "--pattern");
+  names({"--topolgy", "4x8"}, "--topology");
   names({"--topology", "4x8", "--t-comp-ms", "x"}, "--t-comp-ms");
   names({"--topology", "4x8", "--t-comp-ms", "-1"}, "compute");
   names({"--topology", "4x8", "--t-comp-ms", "nan"}, "compute");

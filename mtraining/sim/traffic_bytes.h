@@ -40,7 +40,7 @@ std::vector<LinkBytes> ring_bytes(const ring::ScheduleOptions& options, const Sh
                                   bool backward);
 
 /// Column rows gathered once from all ranks, per rank and the same on each: K and V rows of every
-/// slice to the W - 1 others; with `backward` also their float32 gradients, reduced to the owners.
+/// slice to the W - 1 others; with `backward` also their gradients, reduced to the owners.
 int64_t column_bytes(const index::ColumnPlan& plan, int cp_size, const ShardSizes& sizes,
                      bool backward);
 
