@@ -100,6 +100,8 @@ struct AttentionParams {
   // device
   void* stream = nullptr;                   // cudaStream_t; ref ignores it
   int sm_margin = 0;                        // SMs left to the transport; ref ignores it
+  void* workspace = nullptr;                // device memory of a back end that asks for it (forward_workspace_bytes)
+  int64_t workspace_bytes = 0;
 };
 
 struct ForwardParams : AttentionParams {

@@ -1,0 +1,463 @@
+// The Hopper forward against the float64 oracle, rank by rank, over layouts, lists, columns, documents, ragged ends, merges.
+#include "mtraining/kernels/sm90/forward.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "mtraining/index/columns.h"
+#include "mtraining/index/index.h"
+#include "mtraining/index/step_index.h"
+#include "mtraining/kernels/sm90/device_memory.h"
+#include "mtraining/layout/layout.h"
+#include "mtraining/testing/comparator.h"
+#include "mtraining/testing/documents.h"
+#include "mtraining/testing/generator.h"
+#include "mtraining/testing/oracle.h"
+#include "mtraining/testing/plain.h"
+#include "mtraining/testing/random.h"
+#include "mtraining/testing/rounding.h"
+#include "mtraining/testing/shards.h"
+
+namespace mtraining::kernels::sm90 {
+namespace {
+
+using layout::LayoutKind;
+using testing::Documents;
+using testing::Precision;
+
+bool has_hopper() {
+  cudaDeviceProp properties;
+  return cudaGetDeviceProperties(&properties, 0) == cudaSuccess && properties.major == 9;
+}
+
+#define MT_NEEDS_HOPPER() \
+  if (!has_hopper()) GTEST_SKIP() << "needs a device of compute capability 9.x"
+
+enum class Columns { kNone, kOnce, kPerStep };
+enum class Launches { kOne, kOnePerSource };
+
+struct Case {
+  std::string name;
+  LayoutKind layout = LayoutKind::kContiguous;
+  int64_t seq_len = 300;
+  int64_t stripe = 64;
+  int cp_size = 1;
+  int nodes = 1;
+  int64_t batch = 1, num_q_heads = 4, num_kv_heads = 2, head_dim = 128;
+  DType dtype = DType::kBFloat16;
+  Columns columns = Columns::kNone;
+  bool csr = false;
+  Launches launches = Launches::kOne;
+  Documents documents = Documents::kOne;
+  bool dense = false;
+  bool without_diagonal =
+      false;  // diagonal 0 is not chosen in odd heads: empty rows, columns cut pair by pair
+  bool ragged_memory = false;  // contiguous, one rank: memory ends with the sequence
+  int64_t num_columns = 40;
+};
+
+Precision precision_of(DType dtype) {
+  return dtype == DType::kBFloat16 ? Precision::kBFloat16 : Precision::kFloat16;
+}
+
+struct Choice {
+  std::vector<std::vector<int32_t>> diagonals, columns;
+};
+
+/// Heads of unequal density.
+Choice choose(const Case& c) {
+  testing::Random random(17);
+  const int64_t blocks = (c.seq_len + 63) / 64;
+  Choice choice;
+  for (int64_t r = 0; r < c.batch * c.num_q_heads; ++r) {
+    std::vector<int32_t> diagonals, columns;
+    const double density = c.dense ? 2 : 0.1 + 0.25 * static_cast<double>(r % 4);
+    for (int64_t d = 0; d < blocks; ++d) {
+      const bool forced = d == 0 && !(c.without_diagonal && r % 2 == 1);
+      const bool barred = d == 0 && c.without_diagonal && r % 2 == 1;
+      if (!barred && (forced || random.uniform() < density))
+        diagonals.push_back(static_cast<int32_t>(d));
+    }
+    if (c.columns != Columns::kNone && r % 5 != 4) {
+      const int64_t wanted = std::min<int64_t>(c.seq_len, c.num_columns * (1 + r % 3));
+      std::vector<uint8_t> chosen(c.seq_len, 0);
+      for (int64_t n = 0; n < wanted; ++n)
+        chosen[std::min<int64_t>(
+            c.seq_len - 1, static_cast<int64_t>(random.uniform() * random.uniform() * c.seq_len))] =
+            1;
+      for (int64_t j = 0; j < c.seq_len; ++j)
+        if (chosen[j]) columns.push_back(static_cast<int32_t>(j));
+    }
+    choice.diagonals.push_back(diagonals);
+    choice.columns.push_back(columns);
+  }
+  return choice;
+}
+
+/// Positions of a rank's rows; with ragged_memory only those that exist.
+std::vector<int64_t> rows_of(const Case& c, const layout::Layout& layout, int rank) {
+  std::vector<int64_t> positions = layout.positions(rank);
+  if (c.ragged_memory) positions.resize(c.seq_len);
+  return positions;
+}
+
+/// Device copies of lists; the views point to them.
+struct DeviceBlocks {
+  DeviceMemory entries, num_entries, row_begin, key_blocks;
+  BlockLists view;
+  explicit DeviceBlocks(const index::StepBlocks& blocks)
+      : entries(blocks.entries),
+        num_entries(blocks.num_entries),
+        row_begin(blocks.row_begin),
+        key_blocks(blocks.key_blocks) {
+    view = blocks.view();
+    view.entries = entries.get<Entry>();
+    view.num_entries = num_entries.get<int32_t>();
+    view.row_begin = row_begin.get<int64_t>();
+    view.key_blocks = key_blocks.get<int32_t>();
+  }
+};
+struct DeviceColumns {
+  DeviceMemory rows, positions, counts;
+  ColumnLists view;
+  DeviceColumns(const std::vector<int32_t>& r, const std::vector<int32_t>& p,
+                const std::vector<int32_t>& n, int64_t capacity)
+      : rows(r), positions(p), counts(n) {
+    view = {rows.get<int32_t>(), positions.get<int32_t>(), counts.get<int32_t>(), capacity};
+  }
+};
+
+std::vector<double> widened(const std::vector<float>& values) {
+  return {values.begin(), values.end()};
+}
+
+void run_case(const Case& c) {
+  SCOPED_TRACE(c.name);
+  const Precision precision = precision_of(c.dtype);
+  const int64_t B = c.batch, H = c.num_q_heads, Hk = c.num_kv_heads, D = c.head_dim;
+  testing::QkvOptions options{.batch = B,
+                              .seq_len = c.seq_len,
+                              .num_q_heads = H,
+                              .num_kv_heads = Hk,
+                              .head_dim = D,
+                              .seed = 3};
+  const testing::Qkv qkv = testing::make_qkv(options);
+  testing::Problem problem{.batch = B,
+                           .num_queries = c.seq_len,
+                           .num_keys = c.seq_len,
+                           .num_q_heads = H,
+                           .num_kv_heads = Hk,
+                           .head_dim = D};
+  problem.q = testing::round_to(precision, std::span<const float>(qkv.q));
+  problem.k = testing::round_to(precision, std::span<const float>(qkv.k));
+  problem.v = testing::round_to(precision, std::span<const float>(qkv.v));
+  const Choice choice = choose(c);
+  const std::vector<int32_t> documents = testing::make_document_starts(c.documents, B, c.seq_len);
+  const testing::Mask mask =
+      testing::vertical_slash_mask(choice.diagonals, choice.columns, H, documents, c.seq_len);
+  const testing::Solution truth = testing::solve(problem, mask);
+  const testing::Solution plain = testing::solve_plain(problem, mask, precision);
+
+  const index::Index index = index::make_index(static_cast<int>(B), static_cast<int>(H), c.seq_len,
+                                               choice.diagonals, choice.columns);
+  const layout::Layout layout({.kind = c.layout,
+                               .seq_len = c.seq_len,
+                               .cp_size = c.cp_size,
+                               .stripe = c.stripe,
+                               .nodes = c.nodes});
+  const index::DiagonalBitmap bitmap = index::diagonal_bitmap(index);
+  const DeviceMemory bits(bitmap.bits);
+
+  const auto shard = [&](const std::vector<double>& values, int rank) {
+    return DeviceMemory(testing::pack(
+        precision, testing::take_rows<double>(values, B, c.seq_len, rows_of(c, layout, rank))));
+  };
+  std::vector<DeviceMemory> k, v, starts;
+  for (int rank = 0; rank < c.cp_size; ++rank) {
+    k.push_back(shard(problem.k, rank));
+    v.push_back(shard(problem.v, rank));
+    starts.emplace_back(layout.block_starts(rank));
+  }
+
+  // Columns once: the union gathered from all ranks.
+  std::vector<DeviceMemory> gathered_k, gathered_v;
+  std::vector<DeviceColumns> gathered;
+  std::vector<int64_t> gathered_keys;
+  if (c.columns == Columns::kOnce) {
+    const index::ColumnPlan plan = index::plan_columns(index, layout, static_cast<int>(Hk), 48);
+    for (const index::ColumnSlice& slice : plan.slices) {
+      std::vector<double> rows_k(c.cp_size * slice.rows_per_rank * D, 1e30), rows_v(rows_k);
+      for (int rank = 0; rank < c.cp_size; ++rank) {
+        for (size_t i = 0; i < slice.rows[rank].size(); ++i) {
+          const index::PackedRow& row = slice.rows[rank][i];
+          const int64_t from =
+              ((row.batch * c.seq_len + layout.position(rank, row.offset)) * Hk + row.kv_head) * D;
+          const int64_t to = (rank * slice.rows_per_rank + static_cast<int64_t>(i)) * D;
+          std::copy_n(problem.k.begin() + from, D, rows_k.begin() + to);
+          std::copy_n(problem.v.begin() + from, D, rows_v.begin() + to);
+        }
+      }
+      gathered_k.emplace_back(testing::pack(precision, rows_k));
+      gathered_v.emplace_back(testing::pack(precision, rows_v));
+      gathered.emplace_back(slice.gathered_rows, slice.positions, slice.counts, slice.capacity);
+      gathered_keys.push_back(c.cp_size * slice.rows_per_rank);
+    }
+  }
+
+  std::vector<float> got_out(B * c.seq_len * H * D, NAN), got_lse(B * H * c.seq_len, NAN);
+  for (int rank = 0; rank < c.cp_size; ++rank) {
+    const std::vector<int64_t> positions = rows_of(c, layout, rank);
+    const int64_t n = static_cast<int64_t>(positions.size());
+    const DeviceMemory q = shard(problem.q, rank);
+    DeviceMemory document;
+    if (!documents.empty())
+      document = DeviceMemory(testing::take_rows<int32_t>(documents, B, c.seq_len, positions, 0));
+
+    std::vector<DeviceBlocks> blocks;
+    std::vector<DeviceColumns> columns;
+    std::vector<KeySource> sources;
+    for (int source_rank = 0; source_rank < c.cp_size; ++source_rank) {
+      blocks.emplace_back(c.csr ? index::step_blocks_csr(index, layout, rank, source_rank)
+                                : index::step_blocks(index, layout, rank, source_rank));
+      KeySource source;
+      const int64_t keys = static_cast<int64_t>(rows_of(c, layout, source_rank).size());
+      source.k = {k[source_rank].get(), keys * Hk * D, Hk * D, D};
+      source.v = {v[source_rank].get(), keys * Hk * D, Hk * D, D};
+      source.num_keys = keys;
+      source.block_starts = starts[source_rank].get<int32_t>();
+      source.blocks = blocks.back().view;
+      if (c.columns == Columns::kPerStep) {
+        const index::StepColumns step = index::step_columns(index, layout, source_rank);
+        columns.emplace_back(step.rows, step.positions, step.counts, step.capacity);
+        source.columns = columns.back().view;
+      }
+      sources.push_back(source);
+    }
+    for (size_t s = 0; s < gathered.size(); ++s) {
+      KeySource source;
+      source.k = {gathered_k[s].get(), 0, D, 0};
+      source.v = {gathered_v[s].get(), 0, D, 0};
+      source.num_keys = gathered_keys[s];
+      source.columns = gathered[s].view;
+      sources.push_back(source);
+    }
+
+    // 64 rows beyond the end must stay as they are.
+    const DeviceMemory out((B * n + 64) * H * D * 4), lse((B * H * n + 64) * 4);
+    ForwardParams params;
+    params.batch = B;
+    params.num_q_heads = H;
+    params.num_kv_heads = Hk;
+    params.head_dim = D;
+    params.num_queries = n;
+    params.dtype = c.dtype;
+    params.softmax_scale = 1 / std::sqrt(static_cast<double>(D));
+    params.seq_len = c.seq_len;
+    params.q = {q.get(), n * H * D, H * D, D};
+    params.q_block_starts = starts[rank].get<int32_t>();
+    params.position_stride = layout.position_stride();
+    params.document_start = documents.empty() ? nullptr : document.get<int32_t>();
+    params.document_stride_batch = n;
+    params.diagonal_bits = bits.get<uint64_t>();
+    params.diagonal_words = bitmap.words;
+    params.out = {out.get(), n * H * D, H * D, D};
+    params.lse = lse.get();
+    params.sm_margin = rank;
+    const size_t step = c.launches == Launches::kOne ? sources.size() : 1;
+    for (size_t first = 0; first < sources.size(); first += step) {
+      params.sources = sources.data() + first;
+      params.num_sources = static_cast<int>(std::min(step, sources.size() - first));
+      params.first = first == 0;
+      const DeviceMemory workspace(forward_workspace_bytes(params));
+      params.workspace = workspace.get();
+      params.workspace_bytes = workspace.bytes();
+      forward(params);
+      check_device(cudaDeviceSynchronize(), "the kernel");
+    }
+    const std::vector<float> rank_out = out.read<float>(), rank_lse = lse.read<float>();
+    for (int64_t i = B * n * H * D; i < static_cast<int64_t>(rank_out.size()); ++i)
+      ASSERT_TRUE(std::isnan(rank_out[i]));
+    for (int64_t i = B * H * n; i < static_cast<int64_t>(rank_lse.size()); ++i)
+      ASSERT_TRUE(std::isnan(rank_lse[i]));
+    for (int64_t b = 0; b < B; ++b) {
+      for (int64_t t = 0; t < n; ++t) {
+        for (int64_t h = 0; h < H; ++h) {
+          const float* row = rank_out.data() + ((b * n + t) * H + h) * D;
+          const float row_lse = rank_lse[(b * H + h) * n + t];
+          if (positions[t] >= c.seq_len) {
+            ASSERT_EQ(row_lse, -INFINITY) << "padding row " << t;
+            for (int64_t d = 0; d < D; ++d) ASSERT_EQ(row[d], 0.0f);
+            continue;
+          }
+          std::copy_n(row, D, got_out.begin() + ((b * c.seq_len + positions[t]) * H + h) * D);
+          got_lse[(b * H + h) * c.seq_len + positions[t]] = row_lse;
+        }
+      }
+    }
+  }
+  const testing::Verdict out =
+      testing::compare(c.name + " out", widened(got_out), truth.out, plain.out, D, precision);
+  EXPECT_TRUE(out) << out.text;
+  const testing::Verdict lse =
+      testing::compare_lse(c.name + " lse", widened(got_lse), truth.lse, {}, precision);
+  EXPECT_TRUE(lse) << lse.text;
+  std::printf("%-44s out %.2e of %.2e, lse %.2e of %.2e\n", c.name.c_str(), out.worst, out.allowed,
+              lse.worst, lse.allowed);
+}
+
+TEST(Sm90Forward, OneRankMatchesTheOracleAtEveryRaggedLength) {
+  MT_NEEDS_HOPPER();
+  for (const int64_t seq_len : {1, 5, 63, 64, 65, 127, 128, 129, 300, 449, 1000}) {
+    run_case({.name = concat("contiguous ", seq_len), .seq_len = seq_len, .ragged_memory = true});
+    run_case({.name = concat("contiguous, columns ", seq_len),
+              .seq_len = seq_len,
+              .columns = Columns::kPerStep,
+              .ragged_memory = true});
+  }
+}
+
+TEST(Sm90Forward, DenseMatchesTheOracle) {
+  MT_NEEDS_HOPPER();
+  run_case({.name = "dense contiguous", .seq_len = 700, .dense = true});
+  run_case({.name = "dense zigzag",
+            .layout = LayoutKind::kZigzag,
+            .seq_len = 700,
+            .cp_size = 2,
+            .dense = true});
+  run_case({.name = "dense striped",
+            .layout = LayoutKind::kStriped,
+            .seq_len = 700,
+            .cp_size = 3,
+            .csr = true,
+            .dense = true});
+}
+
+TEST(Sm90Forward, EveryGroupSizeReadsItsKvHead) {
+  MT_NEEDS_HOPPER();
+  for (const auto& [heads, kv_heads] :
+       {std::pair<int64_t, int64_t>{4, 4}, {8, 1}, {14, 2}, {16, 2}}) {
+    run_case({.name = concat("heads ", heads, "/", kv_heads),
+              .seq_len = 400,
+              .num_q_heads = heads,
+              .num_kv_heads = kv_heads,
+              .columns = Columns::kPerStep});
+  }
+}
+
+TEST(Sm90Forward, StripesOverRanksMatchTheOracle) {
+  MT_NEEDS_HOPPER();
+  for (const int64_t stripe : {64, 128, 192}) {
+    for (const int cp_size : {1, 2, 3, 8}) {
+      run_case({.name = concat("block_striped ", stripe, " W ", cp_size),
+                .layout = LayoutKind::kBlockStriped,
+                .seq_len = 1500,
+                .stripe = stripe,
+                .cp_size = cp_size,
+                .columns = Columns::kOnce});
+    }
+  }
+  run_case({.name = "block_striped 128 W 4 of 2 nodes",
+            .layout = LayoutKind::kBlockStriped,
+            .seq_len = 1111,
+            .stripe = 128,
+            .cp_size = 4,
+            .nodes = 2,
+            .columns = Columns::kPerStep});
+  run_case({.name = "zigzag W 4",
+            .layout = LayoutKind::kZigzag,
+            .seq_len = 1111,
+            .cp_size = 4,
+            .columns = Columns::kOnce});
+}
+
+TEST(Sm90Forward, CsrMatchesTheOracle) {
+  MT_NEEDS_HOPPER();
+  run_case({.name = "csr contiguous", .seq_len = 900, .columns = Columns::kPerStep, .csr = true});
+  run_case({.name = "csr block_striped 128 W 2",
+            .layout = LayoutKind::kBlockStriped,
+            .seq_len = 900,
+            .stripe = 128,
+            .cp_size = 2,
+            .columns = Columns::kOnce,
+            .csr = true});
+}
+
+TEST(Sm90Forward, LaunchesMerge) {
+  MT_NEEDS_HOPPER();
+  for (const bool without_diagonal : {false, true}) {
+    run_case({.name = concat("merged, without diagonal ", without_diagonal),
+              .layout = LayoutKind::kBlockStriped,
+              .seq_len = 1000,
+              .cp_size = 4,
+              .columns = Columns::kOnce,
+              .launches = Launches::kOnePerSource,
+              .without_diagonal = without_diagonal});
+  }
+}
+
+TEST(Sm90Forward, DocumentsAreSeparate) {
+  MT_NEEDS_HOPPER();
+  for (const Documents documents : testing::kAllDocuments) {
+    run_case({.name = concat("documents ", static_cast<int>(documents)),
+              .layout = LayoutKind::kBlockStriped,
+              .seq_len = 700,
+              .stripe = 128,
+              .cp_size = 2,
+              .batch = 2,
+              .columns = Columns::kOnce,
+              .documents = documents});
+  }
+}
+
+TEST(Sm90Forward, EmptyRowsAreZeroAndMinusInfinity) {
+  MT_NEEDS_HOPPER();
+  run_case({.name = "without diagonal 0", .seq_len = 500, .without_diagonal = true});
+  run_case({.name = "without diagonal 0, columns",
+            .seq_len = 500,
+            .columns = Columns::kPerStep,
+            .without_diagonal = true});
+  run_case({.name = "without diagonal 0, columns, documents",
+            .seq_len = 500,
+            .columns = Columns::kPerStep,
+            .documents = Documents::kMidBlock,
+            .without_diagonal = true});
+}
+
+TEST(Sm90Forward, OtherTypesAndHeadSizes) {
+  MT_NEEDS_HOPPER();
+  for (const DType dtype : {DType::kBFloat16, DType::kFloat16}) {
+    for (const int64_t head_dim : {64, 128}) {
+      run_case({.name = concat("dtype ", static_cast<int>(dtype), " D ", head_dim),
+                .layout = LayoutKind::kBlockStriped,
+                .seq_len = 777,
+                .stripe = 128,
+                .cp_size = 2,
+                .batch = 2,
+                .num_q_heads = 6,
+                .num_kv_heads = 2,
+                .head_dim = head_dim,
+                .dtype = dtype,
+                .columns = Columns::kOnce,
+                .documents = Documents::kMidBlock});
+    }
+  }
+}
+
+TEST(Sm90Forward, ManySources) {
+  MT_NEEDS_HOPPER();
+  run_case({.name = "40 sources",
+            .layout = LayoutKind::kBlockStriped,
+            .seq_len = 3000,
+            .cp_size = 40,
+            .num_q_heads = 2,
+            .num_kv_heads = 1,
+            .columns = Columns::kPerStep});
+}
+
+}  // namespace
+}  // namespace mtraining::kernels::sm90
