@@ -12,6 +12,8 @@
 #include <cstdio>
 #include <ctime>
 #include <map>
+#include <memory>
+#include <new>
 #include <string>
 #include <vector>
 
@@ -64,7 +66,21 @@ Timing best_ms(int repeat, const Fn& fn) {
   return best;
 }
 
-std::vector<uint8_t> random_tensor(kernels::DType dtype, int64_t count, uint64_t seed) {
+/// Memory as tensors have it: 64-byte aligned.
+class Buffer {
+ public:
+  explicit Buffer(int64_t bytes) : data_(new (kAlignment) uint8_t[static_cast<size_t>(bytes)]()) {}
+  uint8_t* data() const { return data_.get(); }
+
+ private:
+  static constexpr std::align_val_t kAlignment{64};
+  struct Free {
+    void operator()(uint8_t* p) const { ::operator delete[](p, kAlignment); }
+  };
+  std::unique_ptr<uint8_t[], Free> data_;
+};
+
+Buffer random_tensor(kernels::DType dtype, int64_t count, uint64_t seed) {
   using testing::Precision;
   const Rng rng(seed);
   std::vector<double> values(count);
@@ -74,7 +90,10 @@ std::vector<uint8_t> random_tensor(kernels::DType dtype, int64_t count, uint64_t
       {kernels::DType::kFloat32, Precision::kFloat32},
       {kernels::DType::kBFloat16, Precision::kBFloat16},
       {kernels::DType::kFloat16, Precision::kFloat16}};
-  return testing::pack(precisions.at(dtype), values);
+  const std::vector<uint8_t> packed = testing::pack(precisions.at(dtype), values);
+  Buffer buffer(static_cast<int64_t>(packed.size()));
+  std::copy(packed.begin(), packed.end(), buffer.data());
+  return buffer;
 }
 
 index::Index make_pattern(const Options& o, double density) {
@@ -107,9 +126,9 @@ void bench(const Options& o) {
   const int64_t state_bytes = kernels::size_of(kernels::state_dtype(dtype));
   const auto q = random_tensor(dtype, q_size, 1), k = random_tensor(dtype, k_size, 2);
   const auto v = random_tensor(dtype, k_size, 3), dout = random_tensor(dtype, q_size, 4);
-  std::vector<uint8_t> out(q_size * state_bytes), dq(q_size * state_bytes),
-      dk(k_size * state_bytes);
-  std::vector<uint8_t> dv(k_size * state_bytes), lse(o.heads * n * state_bytes), delta(lse.size());
+  const Buffer out(q_size * state_bytes), dq(q_size * state_bytes), dk(k_size * state_bytes);
+  const Buffer dv(k_size * state_bytes), lse(o.heads * n * state_bytes);
+  const Buffer delta(o.heads * n * state_bytes);
   const layout::Layout layout({.kind = layout::LayoutKind::kContiguous, .seq_len = n});
   const std::vector<int32_t> starts = layout.block_starts(0);
   const int64_t q_row = o.heads * o.head_dim, k_row = o.kv_heads * o.head_dim;

@@ -160,6 +160,8 @@ class Backward {
                    const KeyRange& range, BackwardScratch<T>& s) const {
     const int64_t row = batch * p_.num_q_heads + head;
     make_query_tile(p_, batch, q_block, s.q);
+    prefetch_block(p_, p_.q, p_.dtype, batch, head, q_block + 1);
+    prefetch_block(p_, p_.dout, p_.dtype, batch, head, q_block + 1);
     hide_empty_rows(row, s);
     const int64_t bytes = size_of(p_.dtype);
     const auto keys_of = [&](int n) { return head_of(p_.sources[n].k, batch, kv_head, p_.dtype); };
@@ -257,6 +259,8 @@ void compute_delta(const BackwardParams& p, const ConstView& out, T* delta) {
     const int64_t first = task % num_q_blocks * kBlock,
                   count = std::min<int64_t>(kBlock, p.num_queries - first);
     const T* lse = static_cast<const T*>(p.lse) + row * p.num_queries + first;
+    prefetch_block(p, out, state_dtype(p.dtype), batch, head, task % num_q_blocks + 1);
+    prefetch_block(p, p.dout, p.dtype, batch, head, task % num_q_blocks + 1);
     int32_t rows[kTile];
     for (int64_t i = 0; i < kTile; ++i) {
       const bool empty = i >= count || lse[i] == -std::numeric_limits<T>::infinity();

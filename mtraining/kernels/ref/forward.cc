@@ -1,4 +1,5 @@
 // Query-stationary forward: one task is one (sample, head, query block); its sums stay in scratch over all sources.
+#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <memory>
@@ -55,6 +56,9 @@ class Forward {
   void query_block(int64_t batch, int64_t head, int64_t q_block, ForwardScratch<T>& s) const {
     const int64_t row = batch * p_.num_q_heads + head;
     make_query_tile(p_, batch, q_block, s.q);
+    prefetch_block(p_, p_.q, p_.dtype, batch, head, q_block - 1);  // the next task
+    prefetch_block(p_, {p_.out.data, p_.out.stride_batch, p_.out.stride_token, p_.out.stride_head},
+                   state_dtype(p_.dtype), batch, head, q_block);
     for (int i = 0; i < kTile; ++i) {
       s.row_max[i] = -std::numeric_limits<T>::infinity();
       s.row_sum[i] = 0;
@@ -112,7 +116,11 @@ class Forward {
         merge_row(p_.head_dim, out, lse + i, row_out, row_lse);
         continue;
       }
-      for (int64_t d = 0; d < p_.head_dim; ++d) out[d] = empty ? T{0} : row_out[d];
+      if (empty) {
+        std::fill(out, out + p_.head_dim, T{0});
+      } else {
+        std::copy(row_out, row_out + p_.head_dim, out);
+      }
       lse[i] = row_lse;
     }
   }

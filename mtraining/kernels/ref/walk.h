@@ -234,18 +234,37 @@ void for_each_key_tile(const AttentionParams& p, int64_t row, int64_t q_block,
   if (pending) visit(tiles[1 - current]);
 }
 
-/// Asks for a tile's rows (256 bytes of one row are 4 lines); stride and head_dim in elements of `element_bytes`.
+/// Asks for the lines of one row; not aligned to lines perhaps.
+template <bool kWrite>
+inline void prefetch_row(const void* row, int64_t bytes) {
+  constexpr int64_t kLine = 64;
+  constexpr int kSecondLevel = 2;
+  const char* at = static_cast<const char*>(row);
+  const char* const last = at + bytes - 1;
+  for (; at < last; at += kLine) __builtin_prefetch(at, kWrite ? 1 : 0, kSecondLevel);
+  __builtin_prefetch(last, kWrite ? 1 : 0, kSecondLevel);
+}
+
+/// A key tile's rows; stride and head_dim in elements.
 template <bool kWrite>
 inline void prefetch_rows(const void* base, int64_t stride, const int32_t* rows, int num_rows,
                           int64_t head_dim, int64_t element_bytes) {
-  constexpr int64_t kLine = 64;
-  constexpr int kSecondLevel = 2;
   for (int j = 0; j < num_rows; ++j) {
     if (rows[j] < 0) continue;
-    const char* row = static_cast<const char*>(base) + rows[j] * stride * element_bytes;
-    for (int64_t at = 0; at < head_dim * element_bytes; at += kLine) {
-      __builtin_prefetch(row + at, kWrite ? 1 : 0, kSecondLevel);
-    }
+    prefetch_row<kWrite>(static_cast<const char*>(base) + rows[j] * stride * element_bytes,
+                         head_dim * element_bytes);
+  }
+}
+
+/// A query block's rows of one (batch, head); nothing where there is no such block.
+inline void prefetch_block(const AttentionParams& p, const ConstView& view, DType dtype,
+                           int64_t batch, int64_t head, int64_t q_block) {
+  if (q_block < 0) return;
+  const char* row = static_cast<const char*>(head_of(view, batch, head, dtype)) +
+                    q_block * kBlock * view.stride_token * size_of(dtype);
+  for (int64_t i = q_block * kBlock; i < std::min(p.num_queries, (q_block + 1) * kBlock); ++i) {
+    prefetch_row<false>(row, p.head_dim * size_of(dtype));
+    row += view.stride_token * size_of(dtype);
   }
 }
 

@@ -132,36 +132,65 @@ class Window {
   const int64_t group_;  // query heads of a kv head
 };
 
-/// Masses of one tile by offset o = row position - key position, into `offsets` and with the 64-shares into `diagonals`.
+/// Adds masses of neighbouring offsets: the 64-shares of one diagonal are summed here first, since all threads of a head
+/// write to the same few words.
+class OffsetSums {
+ public:
+  OffsetSums(int64_t* diagonals, int64_t* offsets) : diagonals_(diagonals), offsets_(offsets) {}
+  ~OffsetSums() { flush(); }
+  OffsetSums(const OffsetSums&) = delete;
+  OffsetSums& operator=(const OffsetSums&) = delete;
+
+  void add(int64_t offset, int64_t mass) {
+    if (mass == 0) return;  // pairs that are not visible: their offset may be negative
+    if (offsets_ != nullptr) add_atomically(offsets_[offset], mass);
+    if (diagonals_ == nullptr) return;
+    if (offset / kBlock != diagonal_) {
+      flush();
+      diagonal_ = offset / kBlock;
+    }
+    own_ += mass * (kBlock - offset % kBlock);
+    next_ += mass * (offset % kBlock);
+  }
+
+ private:
+  void flush() {
+    if (diagonal_ < 0) return;
+    add_atomically(diagonals_[diagonal_], own_);
+    add_atomically(diagonals_[diagonal_ + 1], next_);
+    own_ = next_ = 0;
+  }
+
+  int64_t* diagonals_;
+  int64_t* offsets_;
+  int64_t diagonal_ = -1, own_ = 0, next_ = 0;
+};
+
+/// Masses of one tile by offset o = row position - key position.
 void add_by_offset(const WindowParams& p, const WindowScratch& s, int64_t* diagonals,
                    int64_t* offsets) {
-  const auto add = [&](int64_t offset, int64_t mass) {
-    if (mass == 0) return;
-    if (offsets != nullptr) add_atomically(offsets[offset], mass);
-    if (diagonals == nullptr) return;
-    const int64_t share = offset % kBlock;
-    add_atomically(diagonals[offset / kBlock], mass * (kBlock - share));
-    add_atomically(diagonals[offset / kBlock + 1], mass * share);
-  };
+  OffsetSums sums(diagonals, offsets);
   bool consecutive = p.position_stride == 1;
-  for (int i = 1; i < s.q.num_rows; ++i)
+  for (int i = 1; i < s.q.num_rows; ++i) {
     consecutive = consecutive && s.q.position[i] == s.q.position[0] + i;
+  }
   if (!consecutive) {
-    for (int j = 0; j < s.k.num_keys; ++j) {
-      for (int i = 0; i < s.q.num_rows; ++i)
-        add(int64_t{s.q.position[i]} - s.k.position[j], s.masses[j * kTile + i]);
+    for (int i = 0; i < s.q.num_rows; ++i) {
+      for (int j = 0; j < s.k.num_keys; ++j) {
+        sums.add(int64_t{s.q.position[i]} - s.k.position[j], s.masses[j * kTile + i]);
+      }
     }
     return;
   }
   // Offsets differ by row - key: sum the tile's 127 anti-diagonals first.
-  int64_t sums[2 * kTile] = {};
+  int64_t lines[2 * kTile] = {};
   for (int j = 0; j < s.k.num_keys; ++j) {
     const int64_t* masses = s.masses + j * kTile;
-    int64_t* to = sums + (kTile - 1 - j);
+    int64_t* to = lines + (kTile - 1 - j);
     for (int i = 0; i < kTile; ++i) to[i] += masses[i];
   }
   const int64_t base = int64_t{s.q.position[0]} - s.k.position[0] - (kTile - 1);
-  for (int i = 0; i < 2 * kTile; ++i) add(base + i, sums[i]);
+  for (int i = 0; i < 2 * kTile; ++i) sums.add(base + i, lines[i]);
 }
 
 }  // namespace
