@@ -1,10 +1,7 @@
 #include <atomic>
-#include <condition_variable>
 #include <cstring>
-#include <deque>
 #include <exception>
 #include <functional>
-#include <mutex>
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 
 #include "mtraining/comm/c10d_group.h"
@@ -18,14 +15,22 @@ namespace {
 class GlooGroup : public c10d::ProcessGroupGloo {
  public:
   using ProcessGroupGloo::ProcessGroupGloo;
+  /// One buffer may have many sends and receives pending; waiting on it fails as soon as any of its peers is lost. The waits of c10d
+  /// know one peer each, so that a rank could wait for a healthy peer that itself waits for the lost one.
+  std::unique_ptr<gloo::transport::UnboundBuffer> buffer(const void* data, int64_t bytes) {
+    return contexts_.front()->createUnboundBuffer(const_cast<void*>(data),
+                                                  static_cast<size_t>(bytes));
+  }
   void close_connections() {
     for (auto& context : contexts_) context->closeConnections();
   }
 };
 
-/// Collectives run one after another on a thread of their own over staging memory, for two reasons: they consist of several Gloo calls
-/// (a check that all ranks ask for the same, then one or two transfers), and a call given up on must not touch the caller's buffers.
-/// Exchanges are posted directly: Gloo's own sends and receives are asynchronous.
+/// Everything is made of Gloo's sends and receives, posted in the caller's thread. A collective is one round of messages from every
+/// rank to every other (a large all-reduce: two), each led by a frame that says what was called, so that ranks that call different
+/// things learn it. Gloo's own collectives hand each call over two more threads and take several rounds: with more ranks than
+/// cores a small one took 4 to 16 ms, this takes 1 to 2. Payloads pass through staging memory: a call given up on must not touch the
+/// caller's buffers.
 class GlooCommunicator : public Communicator, public Breakable {
  public:
   GlooCommunicator(const GroupOptions& options, c10::intrusive_ptr<GlooGroup> group)
@@ -34,20 +39,7 @@ class GlooCommunicator : public Communicator, public Breakable {
         size_(options.size),
         group_(std::move(group)),
         board_(options.board),
-        timeout_(options.timeout),
-        worker_([this] { work_loop(); }) {}
-
-  ~GlooCommunicator() override {
-    bool busy = false;
-    {
-      std::unique_lock lock(queue_mutex_);
-      stopping_ = true;
-      busy = running_ || !queue_.empty();
-    }
-    queue_changed_.notify_all();
-    if (busy) break_connections();
-    worker_.join();
-  }
+        timeout_(options.timeout) {}
 
   int rank() const override { return rank_; }
   int size() const override { return size_; }
@@ -67,23 +59,9 @@ class GlooCommunicator : public Communicator, public Breakable {
   WorkPtr reduce_scatter(std::vector<ConstBuffer> send, Buffer recv, ElementType type) override;
   WorkPtr all_reduce(Buffer data, ElementType type, ReduceOp op) override;
   WorkPtr broadcast(Buffer data, int root) override;
-  void barrier() override {
-    enqueue(Call{}, {}, {}, [](Job&) {})->wait();
-  }
+  void barrier() override { collective(Call{}, {}, 0, {})->wait(); }
 
  private:
-  struct Job {
-    Call call;
-    std::vector<uint8_t> in, out;  // staging
-    std::vector<Buffer> results;   // where parts of `out` go in wait()
-    std::function<void(Job&)> run;
-    std::mutex mutex;
-    std::condition_variable changed;
-    bool done = false;
-    std::exception_ptr error;
-  };
-  using JobPtr = std::shared_ptr<Job>;
-
   /// Sizes and order of one exchange, sent ahead of its parts.
   struct Header {
     static constexpr int kMaxParts = 5;
@@ -91,22 +69,20 @@ class GlooCommunicator : public Communicator, public Breakable {
     int64_t bytes[kMaxParts] = {};
     bool operator==(const Header&) const = default;
   };
+  /// What leads a collective's message; a small payload rides along.
+  struct Frame {
+    static constexpr int64_t kRoom = 480;
+    Call call;
+    uint8_t payload[kRoom] = {};
+  };
 
-  class JobWork;
+  class CollectiveWork;
   class ExchangeWork;
+  /// Called in wait() with the parts of all ranks in rank order, [size, part_bytes].
+  using Finish = std::function<void(CollectiveWork&, const uint8_t* parts)>;
 
-  WorkPtr enqueue(Call call, std::vector<ConstBuffer> inputs, std::vector<Buffer> results,
-                  std::function<void(Job&)> run);
-  void work_loop();
-  void agree(const Call& call);
-  void wait_for(const c10::intrusive_ptr<c10d::Work>& work) { work->wait(timeout_); }
-  template <typename Issue>
-  c10::intrusive_ptr<c10d::Work> issue(Issue&& call) {
-    std::unique_lock lock(issue_mutex_);
-    return call();
-  }
-  void gather_bytes(const std::vector<uint8_t>& in, std::vector<uint8_t>& out);
-  void reduce_parts(Job& job, const std::vector<uint8_t>& parts, int64_t part_bytes, void* to);
+  /// `outgoing`: what each rank gets, [size, part_bytes], or one part for all.
+  WorkPtr collective(Call call, std::vector<uint8_t> outgoing, int64_t part_bytes, Finish finish);
   std::string text(const std::string& call) const {
     return concat("communicator '", name_, "' rank ", rank_, ", ", call);
   }
@@ -121,48 +97,161 @@ class GlooCommunicator : public Communicator, public Breakable {
   std::vector<int64_t> received_from_ = std::vector<int64_t>(static_cast<size_t>(size_), 0);
   int64_t collectives_ = 0;
   std::atomic<bool> broken_{false};
-
-  std::mutex issue_mutex_;  // the caller's thread and the worker both issue Gloo calls
-  std::mutex queue_mutex_;
-  std::condition_variable queue_changed_;
-  std::deque<JobPtr> queue_;
-  bool running_ = false, stopping_ = false;
-  std::thread worker_;
 };
 
-class GlooCommunicator::JobWork : public Work {
- public:
-  JobWork(JobPtr job, FailureBoardPtr board, std::string text)
-      : job_(std::move(job)), board_(std::move(board)), text_(std::move(text)) {}
+/// Gloo matches messages of a pair of ranks by tag: which exchange or collective, which part (0: an exchange's header, 1 to 5 its
+/// parts, 6: a collective's frame, 7 its payload), and a digest of the size.
+int message_tag(int64_t sequence, int part, int64_t bytes) {
+  uint64_t digest = static_cast<uint64_t>(bytes) * 0x9e3779b97f4a7c15u;
+  digest >>= 48;
+  return static_cast<int>(((sequence & 0xfff) << 19) | (static_cast<int64_t>(part) << 16) |
+                          static_cast<int64_t>(digest));
+}
+constexpr int kFramePart = 6, kPayloadPart = 7;
 
-  void wait() override {
-    if (waited_) return;
-    {
-      std::unique_lock lock(job_->mutex);
-      job_->changed.wait(lock, [&] { return job_->done; });
-    }
-    if (job_->error) {
-      try {
-        std::rethrow_exception(job_->error);
-      } catch (const InvalidArgument&) {
-        throw;
-      } catch (const std::exception& e) {
-        board_->raise(text_, first_line(e));
+class GlooCommunicator::CollectiveWork : public Work {
+ public:
+  CollectiveWork(GlooCommunicator& owner, const Call& call, std::vector<uint8_t> outgoing,
+                 int64_t part_bytes, Finish finish)
+      : group_(owner.group_),
+        board_(owner.board_),
+        broken_(&owner.broken_),
+        text_(owner.text(describe(call))),
+        name_(owner.name_),
+        rank_(owner.rank_),
+        size_(owner.size_),
+        timeout_(owner.timeout_),
+        call_(call),
+        outgoing_(std::move(outgoing)),
+        part_bytes_(part_bytes),
+        finish_(std::move(finish)) {}
+
+  void post() {
+    if (*broken_) board_->raise(text_, "the communicator is closed");
+    try {
+      framed_ = part_bytes_ <= Frame::kRoom;
+      frames_out_.resize(static_cast<size_t>(size_));
+      frames_in_.resize(static_cast<size_t>(size_));
+      incoming_.resize(static_cast<size_t>(part_bytes_ * size_));
+      for (int peer : peers()) {
+        frames_out_[peer].call = call_;
+        if (framed_ && part_bytes_ > 0)
+          std::memcpy(frames_out_[peer].payload, part_to(peer), static_cast<size_t>(part_bytes_));
       }
-    }
-    waited_ = true;
-    const uint8_t* from = job_->out.data();
-    for (const Buffer& result : job_->results) {
-      if (result.bytes > 0) std::memcpy(result.data, from, static_cast<size_t>(result.bytes));
-      from += result.bytes;
+      const auto frame_bytes = static_cast<int64_t>(sizeof(Frame));
+      const int64_t send_stride = one_for_all() ? 0 : part_bytes_;
+      // Receives first: a send whose receive is posted goes out in one message.
+      frames_.post_recv(*this, kFramePart, frames_in_.data(), frame_bytes);
+      if (!framed_) payload_.post_recv(*this, kPayloadPart, incoming_.data(), part_bytes_);
+      frames_.post_send(*this, kFramePart, frames_out_.data(), frame_bytes, frame_bytes);
+      if (!framed_)
+        payload_.post_send(*this, kPayloadPart, outgoing_.data(), part_bytes_, send_stride);
+    } catch (const std::exception& e) {
+      board_->raise(text_, first_line(e));
     }
   }
 
+  void wait() override {
+    if (waited_) return;
+    try {
+      frames_.wait_recv(*this);
+      for (int peer : peers()) agree(peer);
+      payload_.wait_recv(*this);
+      frames_.wait_send(*this);
+      payload_.wait_send(*this);
+      for (int peer : peers()) {
+        if (framed_ && part_bytes_ > 0)
+          std::memcpy(part_from(peer), frames_in_[peer].payload, static_cast<size_t>(part_bytes_));
+      }
+      if (part_bytes_ > 0)
+        std::memcpy(part_from(rank_), part_to(rank_), static_cast<size_t>(part_bytes_));
+      if (finish_) finish_(*this, incoming_.data());
+    } catch (const InvalidArgument&) {
+      *broken_ = true;  // after one failure the group is out of step
+      throw;
+    } catch (const std::exception& e) {
+      *broken_ = true;
+      board_->raise(text_, first_line(e));
+    }
+    waited_ = true;
+  }
+
+  /// A second round in which every rank gives one part to all: [size, bytes]. Only from `finish`.
+  std::vector<uint8_t> gather(const std::vector<uint8_t>& mine) {
+    const auto bytes = static_cast<int64_t>(mine.size());
+    std::vector<uint8_t> all(mine.size() * static_cast<size_t>(size_));
+    Round second;
+    second.post_recv(*this, kPayloadPart, all.data(), bytes, kSecond);
+    second.post_send(*this, kPayloadPart, mine.data(), bytes, 0, kSecond);
+    std::memcpy(all.data() + rank_ * bytes, mine.data(), mine.size());
+    second.wait_recv(*this);
+    second.wait_send(*this);
+    return all;
+  }
+
  private:
-  JobPtr job_;
+  static constexpr int64_t kSecond = int64_t{1} << 40;  // keeps the tags of the second round apart
+
+  /// A message from every rank to every other.
+  struct Round {
+    std::unique_ptr<gloo::transport::UnboundBuffer> in, out;
+
+    void post_recv(CollectiveWork& work, int part, void* data, int64_t bytes, int64_t salt = 0) {
+      in = work.group_->buffer(data, bytes * work.size_);
+      for (int peer : work.peers())
+        in->recv(peer, work.slot(part, bytes ^ salt), static_cast<size_t>(peer * bytes),
+                 static_cast<size_t>(bytes));
+    }
+    /// `stride` 0: the same bytes for all.
+    void post_send(CollectiveWork& work, int part, const void* data, int64_t bytes, int64_t stride,
+                   int64_t salt = 0) {
+      out = work.group_->buffer(data, stride == 0 ? bytes : stride * work.size_);
+      for (int peer : work.peers())
+        out->send(peer, work.slot(part, bytes ^ salt), static_cast<size_t>(peer * stride),
+                  static_cast<size_t>(bytes));
+    }
+    void wait_recv(CollectiveWork& work) {
+      for (int i = 1; in && i < work.size_; ++i) in->waitRecv(work.timeout_);
+    }
+    void wait_send(CollectiveWork& work) {
+      for (int i = 1; out && i < work.size_; ++i) out->waitSend(work.timeout_);
+    }
+  };
+
+  /// The next rank first, so that not all ranks send to the same one at once.
+  std::vector<int> peers() const {
+    std::vector<int> result;
+    for (int hop = 1; hop < size_; ++hop) result.push_back((rank_ + hop) % size_);
+    return result;
+  }
+  uint8_t* part_from(int rank) { return incoming_.data() + rank * part_bytes_; }
+  const uint8_t* part_to(int rank) const {
+    return outgoing_.data() + (one_for_all() ? 0 : rank * part_bytes_);
+  }
+  bool one_for_all() const { return static_cast<int64_t>(outgoing_.size()) == part_bytes_; }
+  uint64_t slot(int part, int64_t bytes) const {
+    return static_cast<uint64_t>(message_tag(call_.sequence, part, bytes));
+  }
+  void agree(int peer) const {
+    const Call& other = frames_in_[peer].call;
+    MT_CHECK_ARG(other == call_, "communicator '", name_,
+                 "': ranks call different collectives: rank ", rank_, " calls ", describe(call_),
+                 ", rank ", peer, " calls ", describe(other));
+  }
+
+  c10::intrusive_ptr<GlooGroup> group_;
   FailureBoardPtr board_;
-  std::string text_;
-  bool waited_ = false;
+  std::atomic<bool>* broken_;
+  const std::string text_, name_;
+  const int rank_, size_;
+  const milliseconds timeout_;
+  const Call call_;
+  std::vector<uint8_t> outgoing_, incoming_;
+  std::vector<Frame> frames_out_, frames_in_;
+  const int64_t part_bytes_;
+  bool framed_ = true, waited_ = false;
+  Finish finish_;
+  Round frames_, payload_;  // last, so that they go first: they refer to the memory above
 };
 
 class GlooCommunicator::ExchangeWork : public Work {
@@ -214,14 +303,6 @@ class GlooCommunicator::ExchangeWork : public Work {
   bool waited_ = false;
 };
 
-/// Gloo matches messages of a pair of ranks by tag: which exchange, which part (0: the header), and a digest of the size.
-int message_tag(int64_t sequence, int part, int64_t bytes) {
-  uint64_t digest = static_cast<uint64_t>(bytes) * 0x9e3779b97f4a7c15u;
-  digest >>= 48;
-  return static_cast<int>(((sequence & 0xfff) << 19) | (static_cast<int64_t>(part) << 16) |
-                          static_cast<int64_t>(digest));
-}
-
 WorkPtr GlooCommunicator::exchange(int to, std::vector<ConstBuffer> send, int from,
                                    std::vector<Buffer> recv) {
   check_exchange(*this, to, send, from, recv);
@@ -262,7 +343,6 @@ WorkPtr GlooCommunicator::exchange(int to, std::vector<ConstBuffer> send, int fr
   work->sent_tensor = wrap_bytes(&work->sent, sizeof(Header));
   work->received_tensor = wrap_bytes(&work->received, sizeof(Header));
   try {
-    std::unique_lock lock(issue_mutex_);
     std::vector<at::Tensor> one = {work->received_tensor};
     work->header_recv = group_->recv(one, from, message_tag(work->expected.sequence, 0, 0));
     for (size_t p = 0; p < recv.size(); ++p) {
@@ -285,155 +365,87 @@ WorkPtr GlooCommunicator::exchange(int to, std::vector<ConstBuffer> send, int fr
   return work;
 }
 
-WorkPtr GlooCommunicator::enqueue(Call call, std::vector<ConstBuffer> inputs,
-                                  std::vector<Buffer> results, std::function<void(Job&)> run) {
+WorkPtr GlooCommunicator::collective(Call call, std::vector<uint8_t> outgoing, int64_t part_bytes,
+                                     Finish finish) {
   call.sequence = collectives_++;
   ++counters_.calls;
   counters_.bytes_sent += payload_bytes(call, rank_, size_);
-  auto job = std::make_shared<Job>();
-  job->call = call;
-  for (const ConstBuffer& input : inputs) {
-    const uint8_t* data = static_cast<const uint8_t*>(input.data);
-    job->in.insert(job->in.end(), data, data + input.bytes);
-  }
-  job->results = std::move(results);
-  job->run = std::move(run);
-  {
-    std::unique_lock lock(queue_mutex_);
-    queue_.push_back(job);
-  }
-  queue_changed_.notify_all();
-  return std::make_unique<JobWork>(job, board_, text(describe(call)));
+  auto work = std::make_unique<CollectiveWork>(*this, call, std::move(outgoing), part_bytes,
+                                               std::move(finish));
+  work->post();
+  return work;
 }
 
-void GlooCommunicator::work_loop() {
-  std::exception_ptr first_error;
-  for (;;) {
-    JobPtr job;
-    {
-      std::unique_lock lock(queue_mutex_);
-      running_ = false;
-      queue_changed_.wait(lock, [&] { return stopping_ || !queue_.empty(); });
-      if (queue_.empty()) return;
-      job = queue_.front();
-      queue_.pop_front();
-      running_ = true;
-    }
-    std::exception_ptr error = first_error;  // after one failure the group is out of step
-    if (!error) {
-      try {
-        MT_CHECK_EXTERNAL(!broken_, "the communicator is closed");
-        agree(job->call);
-        job->run(*job);
-      } catch (...) {
-        error = first_error = std::current_exception();
-      }
-    }
-    {
-      std::unique_lock lock(job->mutex);
-      job->error = error;
-      job->done = true;
-    }
-    job->changed.notify_all();
-  }
+std::vector<uint8_t> copy_of(ConstBuffer buffer) {
+  const auto* data = static_cast<const uint8_t*>(buffer.data);
+  return {data, data + buffer.bytes};
 }
-
-void GlooCommunicator::agree(const Call& call) {
-  std::vector<uint8_t> mine(sizeof(Call)), all;
-  std::memcpy(mine.data(), &call, sizeof(Call));
-  gather_bytes(mine, all);
-  for (int r = 0; r < size_; ++r) {
-    Call other;
-    std::memcpy(&other, all.data() + static_cast<size_t>(r) * sizeof(Call), sizeof(Call));
-    MT_CHECK_ARG(other == call, "communicator '", name_,
-                 "': ranks call different collectives: rank ", rank_, " calls ", describe(call),
-                 ", rank ", r, " calls ", describe(other));
-  }
+void put(const Buffer& to, const uint8_t* from) {
+  if (to.bytes > 0) std::memcpy(to.data, from, static_cast<size_t>(to.bytes));
 }
-
-void GlooCommunicator::gather_bytes(const std::vector<uint8_t>& in, std::vector<uint8_t>& out) {
-  out.resize(in.size() * static_cast<size_t>(size_));
-  if (in.empty()) return;
-  at::Tensor from = wrap_bytes(in.data(), static_cast<int64_t>(in.size()));
-  at::Tensor to = wrap_bytes(out.data(), static_cast<int64_t>(out.size()));
-  wait_for(issue([&] { return group_->_allgather_base(to, from); }));
-}
-
-void GlooCommunicator::reduce_parts(Job& job, const std::vector<uint8_t>& parts, int64_t part_bytes,
-                                    void* to) {
+/// In rank order, over parts [size, part_bytes].
+void reduce_parts(const Call& call, int size, const uint8_t* parts, int64_t part_bytes, void* to) {
   std::vector<const void*> sources;
-  for (int r = 0; r < size_; ++r) sources.push_back(parts.data() + r * part_bytes);
-  reduce(job.call.type, job.call.op, part_bytes / size_of(job.call.type), sources, {&to, 1});
+  for (int r = 0; r < size; ++r) sources.push_back(parts + r * part_bytes);
+  reduce(call.type, call.op, part_bytes / size_of(call.type), sources, {&to, 1});
 }
 
 WorkPtr GlooCommunicator::all_gather(ConstBuffer send, std::vector<Buffer> recv) {
   const Call call = check_all_gather(*this, send, recv);
-  return enqueue(call, {send}, std::move(recv),
-                 [this](Job& job) { gather_bytes(job.in, job.out); });
+  return collective(call, copy_of(send), send.bytes,
+                    [recv = std::move(recv)](CollectiveWork&, const uint8_t* parts) {
+                      for (const Buffer& part : recv) {
+                        put(part, parts);
+                        parts += part.bytes;
+                      }
+                    });
 }
 
 WorkPtr GlooCommunicator::reduce_scatter(std::vector<ConstBuffer> send, Buffer recv,
                                          ElementType type) {
   const Call call = check_reduce_scatter(*this, send, recv, type);
-  return enqueue(call, std::move(send), {recv}, [this](Job& job) {
-    // Gloo's own reduce-scatter sums in ring order; all-to-all moves the same bytes and leaves the order to us.
-    std::vector<uint8_t> parts(job.in.size());
-    job.out.resize(static_cast<size_t>(job.call.bytes));
-    if (parts.empty()) return;
-    at::Tensor from = wrap_bytes(job.in.data(), static_cast<int64_t>(job.in.size()));
-    at::Tensor to = wrap_bytes(parts.data(), static_cast<int64_t>(parts.size()));
-    std::vector<int64_t> even;
-    wait_for(issue([&] { return group_->alltoall_base(to, from, even, even); }));
-    reduce_parts(job, parts, job.call.bytes, job.out.data());
-  });
+  std::vector<uint8_t> outgoing;
+  outgoing.reserve(static_cast<size_t>(recv.bytes * size_));
+  for (const ConstBuffer& part : send) {
+    const auto* data = static_cast<const uint8_t*>(part.data);
+    outgoing.insert(outgoing.end(), data, data + part.bytes);
+  }
+  return collective(call, std::move(outgoing), recv.bytes,
+                    [call, recv, size = size_](CollectiveWork&, const uint8_t* parts) {
+                      if (recv.bytes > 0) reduce_parts(call, size, parts, recv.bytes, recv.data);
+                    });
 }
 
 WorkPtr GlooCommunicator::all_reduce(Buffer data, ElementType type, ReduceOp op) {
   const Call call = check_all_reduce(*this, data, type, op);
-  return enqueue(call, {{data.data, data.bytes}}, {data}, [this](Job& job) {
-    const Call& call = job.call;
-    job.out = job.in;
-    if (call.bytes == 0) return;
-    constexpr int64_t kSmallBytes =
-        16384;  // one message is quicker than two rounds of smaller ones
-    // Floats not by Gloo: its sums follow the ring and its maximum loses NaN.
-    if (call.type == ElementType::kInt64 || call.type == ElementType::kInt32) {
-      std::vector<at::Tensor> tensors = {wrap(job.out.data(), call.bytes, call.type, at::kCPU)};
-      c10d::AllreduceOptions options;
-      options.reduceOp = call.op == ReduceOp::kSum ? c10d::ReduceOp::SUM : c10d::ReduceOp::MAX;
-      wait_for(issue([&] { return group_->allreduce(tensors, options); }));
-      return;
-    }
-    std::vector<uint8_t> parts;
-    if (call.bytes <= kSmallBytes) {
-      gather_bytes(job.in, parts);
-      reduce_parts(job, parts, call.bytes, job.out.data());
-      return;
-    }
-    const int64_t element = size_of(call.type);
-    const int64_t part_bytes = (call.bytes / element + size_ - 1) / size_ * element;
-    job.in.resize(static_cast<size_t>(part_bytes * size_));
-    parts.resize(job.in.size());
-    at::Tensor from = wrap_bytes(job.in.data(), static_cast<int64_t>(job.in.size()));
-    at::Tensor to = wrap_bytes(parts.data(), static_cast<int64_t>(parts.size()));
-    std::vector<int64_t> even;
-    wait_for(issue([&] { return group_->alltoall_base(to, from, even, even); }));
-    std::vector<uint8_t> sum(static_cast<size_t>(part_bytes));
-    reduce_parts(job, parts, part_bytes, sum.data());
-    gather_bytes(sum, job.out);
-  });
+  // One round of whole arrays is quicker than two rounds of parts until the bytes, not the messages, take the time.
+  constexpr int64_t kOneRoundBytes = int64_t{256} << 10;
+  std::vector<uint8_t> outgoing = copy_of({data.data, data.bytes});
+  if (data.bytes * size_ <= kOneRoundBytes || size_ == 1) {
+    return collective(call, std::move(outgoing), data.bytes,
+                      [call, data, size = size_](CollectiveWork&, const uint8_t* parts) {
+                        if (data.bytes > 0) reduce_parts(call, size, parts, data.bytes, data.data);
+                      });
+  }
+  const int64_t element = size_of(type);
+  const int64_t part_bytes = (data.bytes / element + size_ - 1) / size_ * element;
+  outgoing.resize(static_cast<size_t>(part_bytes * size_));
+  return collective(
+      call, std::move(outgoing), part_bytes,
+      [call, data, part_bytes, size = size_](CollectiveWork& work, const uint8_t* parts) {
+        std::vector<uint8_t> sum(static_cast<size_t>(part_bytes));
+        reduce_parts(call, size, parts, part_bytes, sum.data());
+        put(data, work.gather(sum).data());
+      });
 }
 
 WorkPtr GlooCommunicator::broadcast(Buffer data, int root) {
   const Call call = check_broadcast(*this, data, root);
-  return enqueue(call, {{data.data, data.bytes}}, {data}, [this](Job& job) {
-    job.out = job.in;
-    if (job.call.bytes == 0) return;
-    std::vector<at::Tensor> tensors = {wrap_bytes(job.out.data(), job.call.bytes)};
-    c10d::BroadcastOptions options;
-    options.rootRank = job.call.root;
-    wait_for(issue([&] { return group_->broadcast(tensors, options); }));
-  });
+  // Every rank sends its array; small enough groups and arrays of a job's start make more not worth its code.
+  return collective(call, copy_of({data.data, data.bytes}), data.bytes,
+                    [data, root](CollectiveWork&, const uint8_t* parts) {
+                      put(data, parts + root * data.bytes);
+                    });
 }
 
 }  // namespace
