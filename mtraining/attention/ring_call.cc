@@ -37,7 +37,7 @@ uint64_t digest_of(const at::Tensor& document_starts) {
 }
 
 void agree(RingContext::State& state, const std::array<int64_t, kNumAgreed>& mine) {
-  comm::Communicator& group = *state.columns_group;
+  comm::Communicator& group = *state.agreement_group;
   if (group.size() == 1) return;
   std::vector<std::array<int64_t, kNumAgreed>> all(static_cast<size_t>(group.size()));
   std::vector<comm::Buffer> parts;

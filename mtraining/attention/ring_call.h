@@ -17,7 +17,7 @@ struct RingCall {
   at::Tensor document_start;  ///< [B, n] int32 of this rank's rows, or undefined
 };
 
-/// Collective (one small exchange, on the CPU only: on a GPU it would synchronise with the host). Errors: InvalidArgument,
+/// Collective (one small exchange of host memory). Errors: InvalidArgument,
 /// Unsupported naming the input, what was expected and got.
 RingCall checked_call(RingContext::State& state, IndexPlan& plan, const char* direction,
                       const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,

@@ -164,7 +164,8 @@ RingContext::State::State(const RingOptions& given, comm::Transport& transport,
   positions = layout.positions(cp_rank);
   for (int r = 0; r < layout.cp_size(); ++r) block_starts.push_back(layout.block_starts(r));
 
-  comm::CommunicatorPtr job = transport.open("attention agreement", all_ranks(transport.size()));
+  comm::CommunicatorPtr job =
+      transport.open_host("attention agreement", all_ranks(transport.size()));
   agree_on_options(options, *job);
   for (const std::vector<int>& group : agree_on_groups(members, *job)) {
     const auto open = [&](const char* name, const std::vector<int>& cp_ranks) {
@@ -175,6 +176,7 @@ RingContext::State::State(const RingOptions& given, comm::Transport& transport,
     const std::vector<int> all = all_ranks(layout.cp_size());
     if (auto opened = open("index", all)) index_group = opened;
     if (auto opened = open("columns", all)) columns_group = opened;
+    if (auto opened = transport.open_host("attention calls", group)) agreement_group = opened;
     for (const ChannelGroups& channel : channel_groups(options)) {
       for (const std::vector<int>& cp_ranks : channel.cp_ranks) {
         if (auto opened = open(channel.name, cp_ranks))
@@ -231,8 +233,9 @@ int64_t RingContext::bytes_sent(ring::Channel channel) const {
 }
 
 int64_t RingContext::bytes_sent() const {
-  int64_t bytes =
-      state_->index_group->counters().bytes_sent + state_->columns_group->counters().bytes_sent;
+  int64_t bytes = state_->index_group->counters().bytes_sent +
+                  state_->columns_group->counters().bytes_sent +
+                  state_->agreement_group->counters().bytes_sent;
   for (int c = 0; c < kNumChannels; ++c) bytes += bytes_sent(static_cast<ring::Channel>(c));
   return bytes;
 }

@@ -34,7 +34,8 @@ struct RingContext::State {
   ring::Schedule forward, backward;
   std::array<comm::CommunicatorPtr, kNumChannels> channels;
   comm::CommunicatorPtr index_group;
-  comm::CommunicatorPtr columns_group;  ///< over all cp ranks: a call's agreement, then its columns
+  comm::CommunicatorPtr columns_group;             ///< over all cp ranks
+  comm::CommunicatorPtr agreement_group;           ///< likewise, for host memory: what a call is
   std::vector<std::vector<int32_t>> block_starts;  ///< by cp rank
   std::vector<int64_t> positions;                  ///< of this rank's rows
   StepObserver observer;

@@ -30,7 +30,7 @@ class C10dTransport : public Transport {
       : options_(options),
         store_(std::move(store)),
         board_(std::make_shared<FailureBoard>(store_, options.rank)) {
-    if (options_.backend == "gloo") device_ = make_device();
+    device_ = make_device();
   }
 
   int rank() const override { return options_.rank; }
@@ -38,23 +38,10 @@ class C10dTransport : public Transport {
   milliseconds timeout() const override { return options_.timeout; }
 
   CommunicatorPtr open(const std::string& name, const std::vector<int>& members) override {
-    check_members(name, members, options_.size);
-    const std::string prefix = concat("mtraining/group", opened_++);
-    gather_all(prefix, name, members);
-    const auto me = std::find(members.begin(), members.end(), options_.rank);
-    if (me == members.end()) return nullptr;
-    const int rank = static_cast<int>(me - members.begin());
-    const int size = static_cast<int>(members.size());
-    if (size == 1 && options_.backend == "gloo") {
-      if (!single_) single_ = make_single();
-      return single_->open(name, {0});
-    }
-    try {
-      return connect(name, prefix, rank, size);
-    } catch (const std::exception& e) {
-      board_->raise(concat("rank ", options_.rank, ": opening ", describe_members(name, members)),
-                    first_line(e));
-    }
+    return open(name, members, options_.backend == "nccl");
+  }
+  CommunicatorPtr open_host(const std::string& name, const std::vector<int>& members) override {
+    return open(name, members, false);
   }
 
   void abort(const std::string& cause) noexcept override {
@@ -65,6 +52,26 @@ class C10dTransport : public Transport {
   }
 
  private:
+  CommunicatorPtr open(const std::string& name, const std::vector<int>& members, bool nccl) {
+    check_members(name, members, options_.size);
+    const std::string prefix = concat("mtraining/group", opened_++);
+    gather_all(prefix, name, members);
+    const auto me = std::find(members.begin(), members.end(), options_.rank);
+    if (me == members.end()) return nullptr;
+    const int rank = static_cast<int>(me - members.begin());
+    const int size = static_cast<int>(members.size());
+    if (size == 1 && !nccl) {
+      if (!single_) single_ = make_single();
+      return single_->open(name, {0});
+    }
+    try {
+      return connect(name, prefix, rank, size, nccl);
+    } catch (const std::exception& e) {
+      board_->raise(concat("rank ", options_.rank, ": opening ", describe_members(name, members)),
+                    first_line(e));
+    }
+  }
+
   std::shared_ptr<gloo::transport::Device> make_device() const {
     if (const char* interface = std::getenv("GLOO_SOCKET_IFNAME"))
       return c10d::ProcessGroupGloo::createDeviceForInterface(interface);
@@ -74,13 +81,14 @@ class C10dTransport : public Transport {
                     : c10d::ProcessGroupGloo::createDefaultDevice();
   }
 
-  CommunicatorPtr connect(const std::string& name, const std::string& prefix, int rank, int size) {
+  CommunicatorPtr connect(const std::string& name, const std::string& prefix, int rank, int size,
+                          [[maybe_unused]] bool nccl) {
     const GroupOptions group{name,   rank,
                              size,   c10::make_intrusive<c10d::PrefixStore>(prefix, store_),
                              board_, options_.timeout};
     CommunicatorPtr made;
 #ifdef USE_C10D_NCCL
-    if (options_.backend == "nccl") made = make_nccl_group(group);
+    if (nccl) made = make_nccl_group(group);
 #endif
     if (!made) made = make_gloo_group(group, device_);
     std::erase_if(groups_, [](const auto& weak) { return weak.expired(); });

@@ -81,6 +81,10 @@ class Transport {
   /// Collective over all ranks of the job, in the same order, members included or not; `members` ascending job ranks.
   /// Returns null on ranks that are no member.
   virtual CommunicatorPtr open(const std::string& name, const std::vector<int>& members) = 0;
+  /// The same for host memory, where open()'s communicators take device memory (NCCL): agreements and other small exchanges.
+  virtual CommunicatorPtr open_host(const std::string& name, const std::vector<int>& members) {
+    return open(name, members);
+  }
   virtual std::chrono::milliseconds timeout() const = 0;
   /// Says that this rank gives up, so that ranks that wait fail within seconds with `cause` instead of their timeout. The first
   /// cause of the job is kept. Every later call on this rank's communicators fails. Never throws; local.
