@@ -131,7 +131,7 @@ double checked_scale(double softmax_scale, int64_t head_dim) {
   return softmax_scale > 0 ? softmax_scale : 1 / std::sqrt(static_cast<double>(head_dim));
 }
 
-std::tuple<at::Tensor, at::Tensor> attend(const AttendInputs& inputs) {
+Attended attend(const AttendInputs& inputs) {
   Launch launch(inputs);
   const at::Tensor& q = inputs.q;
   const at::ScalarType held = attention::state_type(q.scalar_type());
@@ -142,26 +142,30 @@ std::tuple<at::Tensor, at::Tensor> attend(const AttendInputs& inputs) {
   params.out = attention::view(out);
   params.lse = lse.mutable_data_ptr();
   kernels::ref::forward(params);
-  return {out.to(q.scalar_type()), lse};
+  if (held == q.scalar_type()) return {out, lse, at::empty({0}, held)};
+  at::Tensor rounded = out.to(q.scalar_type());
+  at::Tensor residual = out.sub_(rounded).to(q.scalar_type());
+  return {rounded, lse, residual};
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> attend_backward(const AttendInputs& inputs,
                                                                const at::Tensor& dout,
-                                                               const at::Tensor& out,
-                                                               const at::Tensor& lse) {
+                                                               const Attended& attended) {
   Launch launch(inputs);
   const at::Tensor& q = inputs.q;
   const at::ScalarType dtype = q.scalar_type(), held = attention::state_type(dtype);
   const attention::NamedSizes rows = {
       {"B", q.size(0)}, {"S", q.size(1)}, {"H", q.size(2)}, {"D", q.size(3)}};
   check_tensor("dout", dout, rows, dtype, q.device());
-  check_tensor("out", out, rows, dtype, q.device());
-  check_tensor("lse", lse, {{"B", q.size(0)}, {"H", q.size(2)}, {"S", q.size(1)}}, held,
+  check_tensor("out", attended.out, rows, dtype, q.device());
+  if (held != dtype) check_tensor("out_residual", attended.out_residual, rows, dtype, q.device());
+  check_tensor("lse", attended.lse, {{"B", q.size(0)}, {"H", q.size(2)}, {"S", q.size(1)}}, held,
                q.device());
   at::Tensor dq = at::zeros(q.sizes(), held);
   at::Tensor dk = at::zeros(inputs.k.sizes(), held), dv = at::zeros(inputs.k.sizes(), held);
-  const at::Tensor dout_rows = with_contiguous_rows(dout), lse_rows = lse.contiguous();
-  const at::Tensor out_rows = with_contiguous_rows(out.to(held));
+  const at::Tensor dout_rows = with_contiguous_rows(dout), lse_rows = attended.lse.contiguous();
+  const at::Tensor out_rows = with_contiguous_rows(
+      held == dtype ? attended.out : attended.out.to(held).add_(attended.out_residual));
   at::Tensor delta = at::empty(lse_rows.sizes(), held);
 
   launch.source().dk = attention::view(dk);

@@ -22,13 +22,20 @@ struct AttendInputs {
   double softmax_scale = 0;  ///< 0: 1 / sqrt(head_dim)
 };
 
-/// (out, lse). Cost: 4 * D flops a pair.
-std::tuple<at::Tensor, at::Tensor> attend(const AttendInputs& inputs);
+/// What forward gives and backward takes.
+struct Attended {
+  at::Tensor out, lse;
+  /// Shape and dtype of out: what rounding it lost; [0] where nothing was rounded. Backward subtracts dout . out from dout . v;
+  /// where one key has nearly all the weight they cancel, and the rounding of a bf16 out would be all that is left.
+  at::Tensor out_residual;
+};
+
+/// Cost: 4 * D flops a pair.
+Attended attend(const AttendInputs& inputs);
 /// (dq, dk, dv) in the dtype of q, k, v; the index is a constant. Cost: 10 * D flops a pair. Deterministic.
 std::tuple<at::Tensor, at::Tensor, at::Tensor> attend_backward(const AttendInputs& inputs,
                                                                const at::Tensor& dout,
-                                                               const at::Tensor& out,
-                                                               const at::Tensor& lse);
+                                                               const Attended& attended);
 
 /// InvalidArgument unless q [B, S, H, D], k (and v) [B, S, Hk, D] fit one another; v may be undefined.
 void check_shapes(const at::Tensor& q, const at::Tensor& k, const at::Tensor* v);

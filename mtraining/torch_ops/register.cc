@@ -32,14 +32,17 @@ MaybeTensor or_none(const Tensor& tensor) {
 }
 
 // ---------------------------------------------------------------- schemas as types
-using Attended = std::tuple<Tensor, Tensor>;
+using AttendResult = std::tuple<Tensor, Tensor, Tensor>;
+using Recalled = std::tuple<Tensor, Tensor>;
 using Gradients = std::tuple<Tensor, Tensor, Tensor>;
 using BuiltIndex = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
-using AttendOp = Attended(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
-                          const Tensor&, const Tensor&, const MaybeTensor&, double);
+using AttendOp = AttendResult(const Tensor&, const Tensor&, const Tensor&, const Tensor&,
+                              const Tensor&, const Tensor&, const Tensor&, const MaybeTensor&,
+                              double);
 using AttendBackwardOp = Gradients(const Tensor&, const Tensor&, const Tensor&, const Tensor&,
                                    const Tensor&, const Tensor&, const Tensor&, const Tensor&,
-                                   const Tensor&, const Tensor&, const MaybeTensor&, double);
+                                   const Tensor&, const Tensor&, const Tensor&, const MaybeTensor&,
+                                   double);
 
 template <typename Signature>
 auto op_named(const char* name) {
@@ -59,24 +62,26 @@ AttendInputs inputs_of(const Tensor& q, const Tensor& k, const Tensor& v, const 
           softmax_scale};
 }
 
-Attended attend_cpu(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& diagonals,
-                    const Tensor& num_diagonals, const Tensor& columns, const Tensor& num_columns,
-                    const MaybeTensor& document_starts, double softmax_scale) {
-  return in_python_terms([&] {
-    return attend(inputs_of(q, k, v, diagonals, num_diagonals, columns, num_columns,
-                            document_starts, softmax_scale));
+AttendResult attend_cpu(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& diagonals,
+                        const Tensor& num_diagonals, const Tensor& columns,
+                        const Tensor& num_columns, const MaybeTensor& document_starts,
+                        double softmax_scale) {
+  return in_python_terms([&]() -> AttendResult {
+    const Attended result = attend(inputs_of(q, k, v, diagonals, num_diagonals, columns,
+                                             num_columns, document_starts, softmax_scale));
+    return {result.out, result.lse, result.out_residual};
   });
 }
 
 Gradients attend_backward_cpu(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
-                              const Tensor& out, const Tensor& lse, const Tensor& diagonals,
-                              const Tensor& num_diagonals, const Tensor& columns,
-                              const Tensor& num_columns, const MaybeTensor& document_starts,
-                              double softmax_scale) {
+                              const Tensor& out, const Tensor& lse, const Tensor& out_residual,
+                              const Tensor& diagonals, const Tensor& num_diagonals,
+                              const Tensor& columns, const Tensor& num_columns,
+                              const MaybeTensor& document_starts, double softmax_scale) {
   return in_python_terms([&] {
     return attend_backward(inputs_of(q, k, v, diagonals, num_diagonals, columns, num_columns,
                                      document_starts, softmax_scale),
-                           dout, out, lse);
+                           dout, {out, lse, out_residual});
   });
 }
 
@@ -97,7 +102,7 @@ BuiltIndex build_index_cpu(const Tensor& q, const Tensor& k, const MaybeTensor& 
   });
 }
 
-Attended recall_cpu(const Tensor& q, const Tensor& k, const Tensor& diagonals,
+Recalled recall_cpu(const Tensor& q, const Tensor& k, const Tensor& diagonals,
                     const Tensor& num_diagonals, const Tensor& columns, const Tensor& num_columns,
                     const MaybeTensor& document_starts, double softmax_scale, int64_t last_q,
                     int64_t rows, int64_t seed) {
@@ -131,16 +136,19 @@ Tensor empty_as(const Tensor& tensor) {
   return at::empty_symint(tensor.sym_sizes(), tensor.options());
 }
 
-Attended attend_meta(const Tensor& q, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
-                     const Tensor&, const Tensor&, const MaybeTensor&, double) {
+AttendResult attend_meta(const Tensor& q, const Tensor&, const Tensor&, const Tensor&,
+                         const Tensor&, const Tensor&, const Tensor&, const MaybeTensor&, double) {
   TORCH_CHECK_VALUE(q.dim() == 4, "q: expected [B, S, H, D], got ", q.dim(), " dimensions");
-  return {empty_as(q), at::empty_symint({q.sym_size(0), q.sym_size(2), q.sym_size(1)},
-                                        q.options().dtype(state_of(q)))};
+  const at::ScalarType held = state_of(q);
+  return {empty_as(q),
+          at::empty_symint({q.sym_size(0), q.sym_size(2), q.sym_size(1)}, q.options().dtype(held)),
+          held == q.scalar_type() ? at::empty({0}, q.options()) : empty_as(q)};
 }
 
 Gradients attend_backward_meta(const Tensor&, const Tensor& q, const Tensor& k, const Tensor& v,
                                const Tensor&, const Tensor&, const Tensor&, const Tensor&,
-                               const Tensor&, const Tensor&, const MaybeTensor&, double) {
+                               const Tensor&, const Tensor&, const Tensor&, const MaybeTensor&,
+                               double) {
   return {empty_as(q), empty_as(k), empty_as(v)};
 }
 
@@ -170,7 +178,7 @@ BuiltIndex build_index_meta(const Tensor& q, const Tensor&, const MaybeTensor& d
   });
 }
 
-Attended recall_meta(const Tensor& q, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
+Recalled recall_meta(const Tensor& q, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
                      const Tensor&, const MaybeTensor&, double, int64_t, int64_t, int64_t) {
   const auto by_head = [&] {
     return at::empty_symint({q.sym_size(0), q.sym_size(2)}, q.options().dtype(at::kDouble));
@@ -200,20 +208,21 @@ class Attend : public torch::autograd::Function<Attend> {
                                double softmax_scale) {
     at::AutoDispatchBelowADInplaceOrView guard;
     static const auto op = op_named<AttendOp>("mtraining::attend");
-    auto [out, lse] = op.call(q, k, v, diagonals, num_diagonals, columns, num_columns,
-                              document_starts, softmax_scale);
-    graph->save_for_backward({q, k, v, out, lse, diagonals, num_diagonals, columns, num_columns,
-                              or_undefined(document_starts)});
+    auto [out, lse, out_residual] = op.call(q, k, v, diagonals, num_diagonals, columns, num_columns,
+                                            document_starts, softmax_scale);
+    graph->save_for_backward({q, k, v, out, lse, out_residual, diagonals, num_diagonals, columns,
+                              num_columns, or_undefined(document_starts)});
     graph->saved_data["softmax_scale"] = softmax_scale;
-    graph->mark_non_differentiable({lse});
-    return {out, lse};
+    graph->mark_non_differentiable({lse, out_residual});
+    return {out, lse, out_residual};
   }
 
   static variable_list backward(AutogradContext* graph, const variable_list& grads) {
     const variable_list t = graph->get_saved_variables();
     static const auto op = op_named<AttendBackwardOp>("mtraining::attend_backward");
-    auto [dq, dk, dv] = op.call(grads[0], t[0], t[1], t[2], t[3], t[4], t[5], t[6], t[7], t[8],
-                                or_none(t[9]), graph->saved_data["softmax_scale"].toDouble());
+    auto [dq, dk, dv] =
+        op.call(grads[0], t[0], t[1], t[2], t[3], t[4], t[5], t[6], t[7], t[8], t[9],
+                or_none(t[10]), graph->saved_data["softmax_scale"].toDouble());
     return {dq, dk, dv, {}, {}, {}, {}, {}, {}};
   }
 };
@@ -223,14 +232,14 @@ class AttendBackward : public torch::autograd::Function<AttendBackward> {
  public:
   static variable_list forward(AutogradContext*, const Tensor& dout, const Tensor& q,
                                const Tensor& k, const Tensor& v, const Tensor& out,
-                               const Tensor& lse, const Tensor& diagonals,
-                               const Tensor& num_diagonals, const Tensor& columns,
-                               const Tensor& num_columns, const MaybeTensor& document_starts,
-                               double softmax_scale) {
+                               const Tensor& lse, const Tensor& out_residual,
+                               const Tensor& diagonals, const Tensor& num_diagonals,
+                               const Tensor& columns, const Tensor& num_columns,
+                               const MaybeTensor& document_starts, double softmax_scale) {
     at::AutoDispatchBelowADInplaceOrView guard;
     static const auto op = op_named<AttendBackwardOp>("mtraining::attend_backward");
-    auto [dq, dk, dv] = op.call(dout, q, k, v, out, lse, diagonals, num_diagonals, columns,
-                                num_columns, document_starts, softmax_scale);
+    auto [dq, dk, dv] = op.call(dout, q, k, v, out, lse, out_residual, diagonals, num_diagonals,
+                                columns, num_columns, document_starts, softmax_scale);
     return {dq, dk, dv};
   }
   static variable_list backward(AutogradContext*, const variable_list&) {
@@ -238,23 +247,24 @@ class AttendBackward : public torch::autograd::Function<AttendBackward> {
   }
 };
 
-Attended attend_autograd(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& diagonals,
-                         const Tensor& num_diagonals, const Tensor& columns,
-                         const Tensor& num_columns, const MaybeTensor& document_starts,
-                         double softmax_scale) {
+AttendResult attend_autograd(const Tensor& q, const Tensor& k, const Tensor& v,
+                             const Tensor& diagonals, const Tensor& num_diagonals,
+                             const Tensor& columns, const Tensor& num_columns,
+                             const MaybeTensor& document_starts, double softmax_scale) {
   const variable_list results = Attend::apply(q, k, v, diagonals, num_diagonals, columns,
                                               num_columns, document_starts, softmax_scale);
-  return {results[0], results[1]};
+  return {results[0], results[1], results[2]};
 }
 
 Gradients attend_backward_autograd(const Tensor& dout, const Tensor& q, const Tensor& k,
                                    const Tensor& v, const Tensor& out, const Tensor& lse,
-                                   const Tensor& diagonals, const Tensor& num_diagonals,
-                                   const Tensor& columns, const Tensor& num_columns,
-                                   const MaybeTensor& document_starts, double softmax_scale) {
+                                   const Tensor& out_residual, const Tensor& diagonals,
+                                   const Tensor& num_diagonals, const Tensor& columns,
+                                   const Tensor& num_columns, const MaybeTensor& document_starts,
+                                   double softmax_scale) {
   const variable_list results =
-      AttendBackward::apply(dout, q, k, v, out, lse, diagonals, num_diagonals, columns, num_columns,
-                            document_starts, softmax_scale);
+      AttendBackward::apply(dout, q, k, v, out, lse, out_residual, diagonals, num_diagonals,
+                            columns, num_columns, document_starts, softmax_scale);
   return {results[0], results[1], results[2]};
 }
 
@@ -367,10 +377,13 @@ TORCH_LIBRARY(mtraining, m) {
          kPatternKeys + ") -> (Tensor diagonals, Tensor num_diagonals, Tensor columns, Tensor " +
          "num_columns, Tensor dense_heads, Tensor caps_hit)");
   define("attend(Tensor q, Tensor k, Tensor v, " + kIndexLists +
-         ", Tensor? document_starts, float softmax_scale) -> (Tensor out, Tensor lse)");
-  define("attend_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, " +
-         kIndexLists +
-         ", Tensor? document_starts, float softmax_scale) -> (Tensor dq, Tensor dk, Tensor dv)");
+         ", Tensor? document_starts, float softmax_scale) -> (Tensor out, Tensor lse, Tensor "
+         "out_residual)");
+  define(
+      "attend_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor "
+      "out_residual, " +
+      kIndexLists +
+      ", Tensor? document_starts, float softmax_scale) -> (Tensor dq, Tensor dk, Tensor dv)");
   define("recall(Tensor q, Tensor k, " + kIndexLists +
          ", Tensor? document_starts, float softmax_scale, int last_q, int rows, int seed) -> "
          "(Tensor window, Tensor sampled)");

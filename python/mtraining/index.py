@@ -93,7 +93,9 @@ class Index:
         figure = Figure(figsize=(5, 5), layout="constrained")
         axes = figure.subplots()
         extent = (0, self.seq_len, self.seq_len, 0)
-        axes.imshow(image, cmap="Blues", vmin=0, vmax=1, extent=extent, interpolation="nearest")
+        axes.imshow(
+            image.numpy(), cmap="Blues", vmin=0, vmax=1, extent=extent, interpolation="nearest"
+        )
         axes.set_xlabel("key position")
         axes.set_ylabel("query position")
         count = int(self.num_diagonals[sample, head]), int(self.num_columns[sample, head])

@@ -62,7 +62,8 @@ def attend(
         raise ValueError(
             f"q: expected [B, S={index.seq_len}, H, D] as the index has it, got {list(q.shape)}"
         )
-    return ops.attend(q, k, v, *index.lists(), index.document_starts, index.softmax_scale)
+    documents, scale = index.document_starts, index.softmax_scale
+    return ops.attend(q, k, v, *index.lists(), documents, scale)[:2]  # the third is for backward
 
 
 def sparse_attention(

@@ -18,9 +18,13 @@ CAPPED = mtraining.VerticalSlash(max_columns=9, sink_tokens=4)
 def samples(name):
     """Arguments of an operator, with and without documents."""
     ops = mtraining.library.ops
-    q, k, v = structured(2, 100, 4, 2, 16)
     documents = (torch.arange(100, dtype=torch.int32) // 40 * 40).expand(2, 100).contiguous()
-    for starts, pattern in ((None, PATTERN), (documents, PATTERN), (None, CAPPED)):
+    for starts, pattern, dtype in (
+        (None, PATTERN, torch.float32),
+        (documents, PATTERN, torch.bfloat16),
+        (None, CAPPED, torch.float32),
+    ):
+        q, k, v = structured(2, 100, 4, 2, 16, dtype=dtype)
         if name == "build_index":
             yield (q, k, starts, 0.0, *pattern.arguments())
             continue
@@ -37,9 +41,9 @@ def samples(name):
             if name == "attend":
                 yield attend
                 continue
-            out, lse = (x.detach() for x in ops.attend(*attend))
-            grad = torch.randn(out.shape)
-            yield (grad, *(x.detach() for x in (q, k, v)), out, lse, *lists, starts, 0.0)
+            attended = [x.detach() for x in ops.attend(*attend)]
+            grad = torch.randn(q.shape).to(q.dtype)
+            yield (grad, *(x.detach() for x in (q, k, v)), *attended, *lists, starts, 0.0)
 
 
 @pytest.mark.parametrize(
