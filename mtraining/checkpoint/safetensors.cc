@@ -235,6 +235,15 @@ std::span<const std::byte> SafetensorsFile::data(const StoredTensor& tensor) con
   return {mapping_->data + tensor.begin, static_cast<size_t>(tensor.end - tensor.begin)};
 }
 
+void SafetensorsFile::release(const StoredTensor& tensor) const {
+  // Whole pages inside the tensor: a page at its edge may hold a neighbour's bytes that are being read.
+  const int64_t page = ::sysconf(_SC_PAGESIZE);
+  const int64_t begin = (tensor.begin + page - 1) / page * page, end = tensor.end / page * page;
+  if (begin < end)
+    ::madvise(const_cast<std::byte*>(mapping_->data) + begin, static_cast<size_t>(end - begin),
+              MADV_DONTNEED);
+}
+
 // ---------------------------------------------------------------- writer
 struct SafetensorsWriter::State {
   struct Slot {

@@ -67,6 +67,8 @@ class SafetensorsFile {
   /// no tensor of this name.
   std::span<const std::byte> data(std::string_view name) const;
   std::span<const std::byte> data(const StoredTensor& tensor) const;
+  /// Takes the tensor's pages out of this process's memory; they come back from the file when touched again.
+  void release(const StoredTensor& tensor) const;
 
  private:
   struct Mapping;

@@ -151,6 +151,11 @@ std::span<const std::byte> WeightFolder::data(std::string_view name) const {
   return place.file->data(*place.tensor);
 }
 
+void WeightFolder::release(std::string_view name) const {
+  const Place& place = place_of(name);
+  place.file->release(*place.tensor);
+}
+
 const std::string& WeightFolder::file_of(std::string_view name) const {
   return place_of(name).file->path();
 }

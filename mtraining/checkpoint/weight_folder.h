@@ -42,6 +42,8 @@ class WeightFolder {
   const TensorSpec* find(std::string_view name) const;
   /// See SafetensorsFile::data. Errors: InvalidArgument naming the folder and the tensor.
   std::span<const std::byte> data(std::string_view name) const;
+  /// See SafetensorsFile::release.
+  void release(std::string_view name) const;
   /// The file that holds it, for messages.
   const std::string& file_of(std::string_view name) const;
 

@@ -50,11 +50,15 @@ bool follows_from_configuration(std::string_view name) {
   return name.ends_with("rotary_emb.inv_freq");
 }
 
-/// Aligned memory of its own: data in a file need not be aligned to their elements.
+/// The mapped bytes themselves, to be read from only; aligned memory of its own where a file has them unaligned.
 at::Tensor tensor_of(const WeightFolder& folder, const std::string& name) {
   const TensorSpec& spec = *folder.find(name);
   const std::span<const std::byte> bytes = folder.data(name);
-  at::Tensor tensor = at::empty(spec.shape, at::TensorOptions(scalar_type_of(spec.type)));
+  const at::TensorOptions options(scalar_type_of(spec.type));
+  const bool aligned = reinterpret_cast<uintptr_t>(bytes.data()) % bytes_of(spec.type) == 0;
+  if (aligned && !bytes.empty())
+    return at::from_blob(const_cast<std::byte*>(bytes.data()), spec.shape, options);
+  at::Tensor tensor = at::empty(spec.shape, options);
   if (!bytes.empty()) std::memcpy(tensor.data_ptr(), bytes.data(), bytes.size());
   return tensor;
 }
@@ -115,7 +119,10 @@ void load_weights(const WeightFolder& folder, const std::vector<model::Parameter
                  folder.path(), ": tie_word_embeddings is true, but ", in_quotes(kHead),
                  " differs from ", in_quotes(kEmbedding));
   }
-  for (const auto& [name, value] : wanted) value.detach().copy_(tensor_of(folder, name));
+  for (const auto& [name, value] : wanted) {
+    value.detach().copy_(tensor_of(folder, name));
+    folder.release(name);
+  }
 }
 
 void save_weights(const std::filesystem::path& folder,

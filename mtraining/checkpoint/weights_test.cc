@@ -3,6 +3,8 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
+#include <cstring>
+#include <fstream>
 #include <functional>
 
 #include "mtraining/checkpoint/scratch_folder.h"
@@ -158,6 +160,48 @@ TEST(Weights, MissingUnusedAndMisshapenTensorsAreNamedAndNothingIsTouched) {
                    list.push_back({"model.layers.0.self_attn.rotary_emb.inv_freq", at::ones({4})});
                  }),
             "");
+}
+
+TEST(Weights, TensorsThatStandUnalignedInTheirFileAreRead) {
+  const ScratchFolder folder;
+  const std::string header =
+      R"({"w":{"dtype":"F32","shape":[3],"data_offsets":[0,12]}})";  // its data begin at an odd offset
+  const uint64_t length = header.size() + (header.size() % 2 == 0 ? 1 : 0);
+  std::string text(8, '\0');
+  std::memcpy(text.data(), &length, 8);
+  text += header;
+  text.resize(8 + length, ' ');
+  const float values[] = {1, 2, 3};
+  text.append(reinterpret_cast<const char*>(values), 12);
+  put_text(folder / "model.safetensors", text);
+  const model::Parameter parameter{"w", at::zeros({3})};
+  load_weights(WeightFolder(folder.path()), {parameter}, false);
+  EXPECT_TRUE(at::equal(parameter.value, at::tensor({1.0f, 2.0f, 3.0f})));
+}
+
+/// A line of /proc/self/status, in bytes.
+int64_t memory_of(const std::string& key) {
+  std::ifstream status("/proc/self/status");
+  for (std::string line; std::getline(status, line);)
+    if (line.rfind(key, 0) == 0) return std::stoll(line.substr(key.size() + 1)) * 1024;
+  return -1;
+}
+
+TEST(Weights, TheModelIsNotHeldTwiceWhileItIsLoaded) {
+  constexpr int64_t kCount = 12, kBytes = int64_t{8} << 20;
+  const ScratchFolder folder;
+  std::vector<model::Parameter> parameters;
+  for (int64_t i = 0; i < kCount; ++i)
+    parameters.push_back({concat("w", i), at::full({kBytes / 4}, static_cast<float>(i))});
+  save_weights(folder.path(), parameters, at::kFloat, 3 * kBytes);
+  for (const auto& each : parameters) each.value.zero_();
+  const WeightFolder weights(folder.path());
+  std::ofstream("/proc/self/clear_refs") << "5";  // the peak starts from now
+  const int64_t before = memory_of("VmRSS:");
+  load_weights(weights, parameters, false);
+  const int64_t grown = memory_of("VmHWM:") - before;
+  EXPECT_LT(grown, 3 * kBytes) << "of " << kCount * kBytes << " bytes of weights";
+  for (int64_t i = 0; i < kCount; ++i) EXPECT_EQ(parameters[i].value[7].item<float>(), i);
 }
 
 TEST(Weights, EveryStoredTypeHasItsCounterpart) {

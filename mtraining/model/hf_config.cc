@@ -263,6 +263,8 @@ void refuse_other_features(Fields& fields) {
   const double share = fields.number("partial_rotary_factor").value_or(1.0);
   MT_CHECK_SUPPORTED(share == 1.0, where, ": partial_rotary_factor ", share,
                      " is not supported: expected 1");
+  MT_CHECK_SUPPORTED(!fields.boolean("use_mrope").value_or(false), where,
+                     ": use_mrope true is not supported");
   const int64_t slices = fields.integer("pretraining_tp").value_or(1);
   MT_CHECK_SUPPORTED(slices == 1, where, ": pretraining_tp ", slices,
                      " is not supported: expected 1");

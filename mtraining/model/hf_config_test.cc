@@ -195,6 +195,7 @@ TEST(HfConfig, WhatIsNotBuiltIsRefusedByName) {
       {qwen25(), {{"use_sliding_window", true}, {"max_window_layers", 35}}, "sliding window"},
       {llama31(), {{"sliding_window", 4096}}, "sliding window"},
       {qwen25(), {{"attention_dropout", 0.1}}, "attention_dropout"},
+      {qwen25(), {{"use_mrope", true}}, "use_mrope"},
       {qwen25(), {{"hidden_act", "gelu"}}, "gelu"},
       {qwen25(), {{"attention_bias", false}}, "attention_bias"},
       {llama31(), {{"mlp_bias", true}}, "mlp_bias"},
