@@ -1,6 +1,5 @@
 #include "mtraining/topology/topology.h"
 
-#include <algorithm>
 #include <charconv>
 #include <cstdlib>
 #include <limits>
@@ -83,18 +82,6 @@ Topology make_topology(int cp_size, int cp_inner_size) {
                "parallel.cp_inner_size: expected a divisor of parallel.cp_size = ", cp_size,
                ", got ", cp_inner_size);
   return {.nodes = cp_size / cp_inner_size, .ranks_per_node = cp_inner_size};
-}
-
-Topology resolve_topology(int cp_size, std::optional<int> cp_inner_size,
-                          const LaunchEnvironment& environment) {
-  if (cp_inner_size) return make_topology(cp_size, *cp_inner_size);
-  if (cp_size == 1) return make_topology(1, 1);
-  MT_CHECK_ARG(environment.local_world_size.has_value(),
-               "parallel.cp_inner_size: expected the number of ranks of a node for a hierarchical "
-               "ring of cp_size ",
-               cp_size, ", got none, and the launcher (", environment.launcher,
-               ") does not tell LOCAL_WORLD_SIZE either");
-  return make_topology(cp_size, std::min(cp_size, *environment.local_world_size));
 }
 
 Topology parse_topology(std::string_view text) {

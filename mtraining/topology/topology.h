@@ -56,11 +56,4 @@ LaunchEnvironment read_launch_environment();
 using VariableLookup = std::function<const char*(const char* name)>;
 LaunchEnvironment read_launch_environment(const VariableLookup& lookup);
 
-/// The topology of a hierarchical ring: cp_inner_size where given, else min(cp_size,
-/// local_world_size).
-/// Errors: InvalidArgument where neither is known and cp_size > 1 (a missing node size never means
-/// one node), or where the inner size does not divide cp_size; names parallel.cp_inner_size.
-Topology resolve_topology(int cp_size, std::optional<int> cp_inner_size,
-                          const LaunchEnvironment& environment);
-
 }  // namespace mtraining::topology

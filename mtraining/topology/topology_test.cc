@@ -61,19 +61,6 @@ TEST(Topology, TextRoundTripsAndWrongTextIsRefused) {
   }
 }
 
-TEST(ResolveTopology, ExplicitThenLauncherThenError) {
-  LaunchEnvironment known, unknown;
-  known.local_world_size = 4;
-  EXPECT_EQ(resolve_topology(8, 2, known), (Topology{4, 2}));
-  EXPECT_EQ(resolve_topology(8, {}, known), (Topology{2, 4}));
-  EXPECT_EQ(resolve_topology(2, {}, known), (Topology{1, 2}));
-  EXPECT_EQ(resolve_topology(8, 1, unknown), (Topology{8, 1}));
-  EXPECT_EQ(resolve_topology(8, 8, unknown), (Topology{1, 8}));
-  EXPECT_EQ(resolve_topology(1, {}, unknown), (Topology{1, 1}));
-  EXPECT_THROW(resolve_topology(4, {}, unknown), InvalidArgument);
-  EXPECT_THROW(resolve_topology(6, {}, known), InvalidArgument);
-}
-
 TEST(LaunchEnvironment, TorchrunMpirunSrunAndNone) {
   auto e =
       read({{"RANK", "5"}, {"WORLD_SIZE", "8"}, {"LOCAL_RANK", "1"}, {"LOCAL_WORLD_SIZE", "4"}});
