@@ -1,10 +1,11 @@
-// Speed of the CPU kernels (kernels/ref) on one rank: a JSON line a density, and one for the estimation passes.
+// Speed of the CPU kernels (kernels/ref) on one rank: a JSON line a density, and one for the
+// estimation passes.
 //
-//   ref_attention [--seq-len 16384] [--heads 4] [--kv-heads 2] [--head-dim 64] [--dtype float32] [--threads 2] [--repeat 3]
-//                 [--density 0.05 ...]
+//   ref_attention_bench [--seq-len 16384] [--heads 4] [--kv-heads 2] [--head-dim 64]
+//                       [--dtype float32] [--threads 2] [--repeat 3] [--density 0.05 ...]
 //
-// Half of a density is block diagonals (0, 1 and others spread evenly), half single columns (spread evenly); 1 is dense.
-// pairs as index/ counts them; flops 4 D a pair forward and 10 D backward.
+// Half of a density is block diagonals (0, 1 and others spread evenly), half single columns (spread
+// evenly); 1 is dense. pairs as index/ counts them; flops 4 D a pair forward and 10 D backward.
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <chrono>

@@ -1,8 +1,11 @@
-// Counter-based random numbers: value i of stream s under a seed is a pure function of (seed, s, i).
+// Counter-based random numbers: value i of stream s under a seed is a pure function of (seed, s,
+// i).
 //
-// In:   seed, stream, counter. Out: 64 bits, a uniform in [0, 1), a normal. Next: weights, tests, sampling of rows.
+// In:   seed, stream, counter. Out: 64 bits, a uniform in [0, 1), a normal. Next: weights, tests,
+//       sampling of rows.
 //
-// Integer arithmetic and exact sums alone, so that every machine, thread count and order of calls gives the same bits.
+// Integer arithmetic and exact sums alone, so that every machine, thread count and order of calls
+// gives the same bits.
 #pragma once
 
 #include <cstdint>

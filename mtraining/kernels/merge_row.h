@@ -1,7 +1,7 @@
 // The merge of two partial attention results of one row.
 //
 // In:   (out, lse) twice. Out: the first becomes both. Next: merge(), ref's forward.
-// Source: algorithm.md section 5.
+// Source: docs/math/kernels.md.
 #pragma once
 
 #include <cmath>
@@ -10,8 +10,9 @@
 
 namespace mtraining::kernels {
 
-/// (0, -inf) is the neutral element, bit-exactly. The weights are normalised by their own sum, not by e^-lse: an lse of a few
-/// hundred has lost the digits that would make e^(a-lse) + e^(b-lse) one.
+/// (0, -inf) is the neutral element, bit-exactly. The weights are normalised by their own sum, not
+/// by e^-lse: an lse of a few hundred has lost the digits that would make e^(a-lse) + e^(b-lse)
+/// one.
 template <typename T>
 void merge_row(int64_t head_dim, T* out_a, T* lse_a, const T* out_b, T lse_b) {
   constexpr T kEmpty = -std::numeric_limits<T>::infinity();

@@ -97,7 +97,8 @@ void check_attention(const AttentionParams& p, bool gradients) {
                    " blocks, got ", p.diagonal_words, " words");
     }
     if (gradients && rows) {
-      // Without blocks a key row belongs to one (sample, kv head): a gathered buffer has no batch and head strides.
+      // Without blocks a key row belongs to one (sample, kv head): a gathered buffer has no batch
+      // and head strides.
       check_output(source.dk, p.batch, source.num_keys, p.num_kv_heads, !has_blocks,
                    name("dk").c_str());
       check_output(source.dv, p.batch, source.num_keys, p.num_kv_heads, !has_blocks,
@@ -198,7 +199,8 @@ void check_lists(const AttentionParams& p) {
         MT_CHECK_ARG(entry->delta > -m && entry->delta < m, at, "blocks.entries[", r, "][", i,
                      "].delta: expected above -", m, " and below ", m, ", got ", entry->delta);
         if (i == 0) continue;
-        // The same distance in blocks, split in its two possible ways, reaches different query blocks.
+        // The same distance in blocks, split in its two possible ways, reaches different query
+        // blocks.
         const int64_t before = distance(entry[-1], m), here = distance(*entry, m);
         const bool split = before == here && entry[-1].lambda != entry->lambda &&
                            (i == 1 || distance(entry[-2], m) < here);

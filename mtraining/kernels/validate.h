@@ -1,7 +1,8 @@
 // Checks of kernel parameters, before anything is written.
 //
-// In:   ForwardParams, BackwardParams, WindowParams. Out: nothing, or InvalidArgument / Unsupported naming the field, what
-//       was expected and what was got. Next: every back end calls these first.
+// In:   ForwardParams, BackwardParams, WindowParams. Out: nothing, or InvalidArgument / Unsupported
+//       naming the field, what was expected and what was got. Next: every back end calls these
+//       first.
 #pragma once
 
 #include <cstdint>
@@ -13,15 +14,16 @@ namespace mtraining::kernels {
 
 inline constexpr int64_t kMaxHeadDim = 512;
 
-/// Sizes, pointers, strides, capacities: what can be seen without reading a list. Works for device memory.
+/// Sizes, pointers, strides, capacities: what can be seen without reading a list. Works for device
+/// memory.
 void check(const ForwardParams& params);
 void check(const BackwardParams& params);
 void check(const WindowParams& params);
 /// What delta() reads and writes.
 void check_delta(const BackwardParams& params, const ConstView& out, const void* delta);
 
-/// What the lists say: counts within capacity, entries, key blocks and positions strictly ascending and in range. Reads host
-/// memory. Cost: the length of the lists.
+/// What the lists say: counts within capacity, entries, key blocks and positions strictly ascending
+/// and in range. Reads host memory. Cost: the length of the lists.
 void check_lists(const AttentionParams& params);
 /// The same for one list of columns; `name` begins the message.
 void check_columns(const ColumnLists& columns, int64_t rows, int64_t num_keys, bool read_key_rows,

@@ -1,4 +1,5 @@
-// Every fault of the parameters is found before anything is written, and the message names the field.
+// Every fault of the parameters is found before anything is written, and the message names the
+// field.
 #include "mtraining/kernels/validate.h"
 
 #include <gtest/gtest.h>
@@ -15,7 +16,8 @@ namespace {
 
 constexpr int64_t kTokens = 130, kHeads = 4, kKvHeads = 2, kDim = 16;
 
-/// A correct launch of two query blocks and a ragged third, entries and columns; tests then break one thing.
+/// A correct launch of two query blocks and a ragged third, entries and columns; tests then break
+/// one thing.
 struct Launch {
   std::vector<float> q, k, v, out, lse, dout, delta, dq, dk, dv;
   std::vector<int32_t> starts{0, 64, 128}, num_entries, rows, positions, counts, key_blocks;

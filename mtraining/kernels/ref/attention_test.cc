@@ -1,4 +1,5 @@
-// Forward, backward and delta against the float64 oracle, swept over sizes, layouts, memory orders and precisions.
+// Forward, backward and delta against the float64 oracle, swept over sizes, layouts, memory orders
+// and precisions.
 #include <gtest/gtest.h>
 
 #include <cstdint>
@@ -25,7 +26,8 @@ void expect_equals_oracle(const LaunchOptions& options) {
   const Solution got = launch.run();
   EXPECT_EQ(launch.broken_guard(), "");
   const Solution truth = mtraining::testing::solve(launch.problem(), launch.mask());
-  // bf16 and fp16 inputs are exact in float32, and everything inside is float32: so is the allowed error.
+  // bf16 and fp16 inputs are exact in float32, and everything inside is float32: so is the allowed
+  // error.
   const Precision precision =
       options.dtype == DType::kFloat64 ? Precision::kFloat64 : Precision::kFloat32;
   const Solution plain = mtraining::testing::solve_plain(launch.problem(), launch.mask(), precision,

@@ -1,6 +1,7 @@
-// Query-stationary backward: a task owns a range of key rows of one (sample, kv head) and walks its query heads in order,
-// so that every dk, dv row is summed in one order by one task. dq of a query block is a sum over the ranges: each task
-// waits until the range before it has added its part. The ranges depend on params alone, not on the thread count.
+// Query-stationary backward: a task owns a range of key rows of one (sample, kv head) and walks its
+// query heads in order, so that every dk, dv row is summed in one order by one task. dq of a query
+// block is a sum over the ranges: each task waits until the range before it has added its part. The
+// ranges depend on params alone, not on the thread count.
 #include <atomic>
 #include <cmath>
 #include <limits>
@@ -59,7 +60,8 @@ class Backward {
     const int64_t parts = static_cast<int64_t>(ranges[0].size());
     std::vector<Progress> progress(groups * parts);
     std::vector<std::unique_ptr<BackwardScratch<T>>> scratch(num_threads());
-    // All first ranges, then all second ones: a range's predecessor is then mostly done when it starts.
+    // All first ranges, then all second ones: a range's predecessor is then mostly done when it
+    // starts.
     parallel_for(groups * parts, [&](int64_t task, int worker) {
       const int64_t part = task / groups, kv_group = task % groups;
       Progress& mine = progress[kv_group * parts + part];
@@ -80,7 +82,8 @@ class Backward {
     std::atomic<int64_t> steps{0};  // (head, query block) steps whose dq this range has added
   };
 
-  /// Ranges of about equal work for every (sample, kv head); late keys, which fewer queries see, come first.
+  /// Ranges of about equal work for every (sample, kv head); late keys, which fewer queries see,
+  /// come first.
   std::vector<std::vector<KeyRange>> split() const {
     const int64_t groups = p_.batch * p_.num_kv_heads, units = first_unit_.back();
     std::vector<std::vector<double>> work(groups, std::vector<double>(units, 0.0));
@@ -155,7 +158,8 @@ class Backward {
     }
   }
 
-  /// This range's part of dq of one query block into scratch, of dk and dv into memory. False where it sees no key.
+  /// This range's part of dq of one query block into scratch, of dk and dv into memory. False where
+  /// it sees no key.
   bool query_block(int64_t batch, int64_t head, int64_t kv_head, int64_t q_block,
                    const KeyRange& range, BackwardScratch<T>& s) const {
     const int64_t row = batch * p_.num_q_heads + head;

@@ -1,4 +1,5 @@
-// Small inputs that hurt other implementations, by hand: what the right answer is can be seen without an oracle.
+// Small inputs that hurt other implementations, by hand: what the right answer is can be seen
+// without an oracle.
 #include <gtest/gtest.h>
 #include <sys/mman.h>
 
@@ -17,8 +18,8 @@ namespace {
 constexpr float kInf = std::numeric_limits<float>::infinity();
 constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 
-/// float32, contiguous, every query block listed with every key block of every source; positions consecutive from `q_start`
-/// and each source's `start`.
+/// float32, contiguous, every query block listed with every key block of every source; positions
+/// consecutive from `q_start` and each source's `start`.
 struct Small {
   int64_t batch = 1, heads = 1, kv_heads = 1, dim = 16, queries = 1, seq_len = 1 << 20;
   int32_t q_start = 0;
@@ -151,7 +152,8 @@ TEST(Cases, RowsThatSeeNoKeyAreZeroAndMinusInfinity) {
   EXPECT_NE(t.lse[3], lse[3]);
 }
 
-// B03, B40: a head whose list is empty, in a launch where another head has keys; and no source at all.
+// B03, B40: a head whose list is empty, in a launch where another head has keys; and no source at
+// all.
 TEST(Cases, AHeadWithAnEmptyListIsEmpty) {
   Small s;
   s.heads = 2;
@@ -258,14 +260,16 @@ TEST(Cases, HugeScoresOnMaskedLanesLeaveNoTrace) {
     s.set_queries(70, 0);
     s.add_source(70, 0);
     s.document_start.assign(70, 0);
-    // Rows below first_huge see only small keys by causality; later rows belong to a document that begins there.
+    // Rows below first_huge see only small keys by causality; later rows belong to a document that
+    // begins there.
     for (int i = first_huge; i < 70; ++i) s.document_start[i] = first_huge;
     for (int i = 0; i < 70; ++i) {
       s.q[i * 16] = i < first_huge ? 1.0f : -1.0f;
       s.sources[0].k[i * 16] = i < first_huge ? 0.01f * i : 500.0f;
       s.sources[0].v[i * 16] = static_cast<float>(i);
     }
-    // For the second document the small keys are the ones that would overwhelm: -1 * 0.01 i against -500.
+    // For the second document the small keys are the ones that would overwhelm: -1 * 0.01 i against
+    // -500.
     s.forward();
     s.backward();
     for (const std::vector<float>* x :
@@ -341,7 +345,8 @@ TEST(Cases, EveryQueryHeadReadsItsOwnKvHead) {
       ASSERT_EQ(s.out[i], static_cast<float>(static_cast<int>(i / 16 % heads) / (heads / kv_heads)))
           << heads;
     }
-    // B36: with v constant, dv of kv head j is the sum over its group and rows of the weights: group * sum of P.
+    // B36: with v constant, dv of kv head j is the sum over its group and rows of the weights:
+    // group * sum of P.
     s.backward();
     double sum = 0;
     for (const float x : s.sources[0].dv) sum += x;
@@ -421,7 +426,8 @@ TEST(Cases, StridesBeyondThirtyTwoBits) {
   munmap(memory, kBytes);
 }
 
-// A query block that begins inside a block of the mask: whether a column lies on a chosen diagonal differs from row to row.
+// A query block that begins inside a block of the mask: whether a column lies on a chosen diagonal
+// differs from row to row.
 TEST(Cases, ColumnsAreHiddenByDiagonalsRowByRowWhereQueriesStraddleBlocks) {
   Small s;
   s.set_queries(64, 96);  // positions 96 .. 159: blocks 1 and 2

@@ -1,4 +1,5 @@
-// Query-stationary forward: one task is one (sample, head, query block); its sums stay in scratch over all sources.
+// Query-stationary forward: one task is one (sample, head, query block); its sums stay in scratch
+// over all sources.
 #include <algorithm>
 #include <cmath>
 #include <limits>

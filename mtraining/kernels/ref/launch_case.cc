@@ -258,7 +258,8 @@ mtraining::testing::Solution LaunchCase::run() {
   std::vector<Rank> ranks(world);
   for (int r = 0; r < world; ++r) make_rank(r, ranks[r]);
 
-  // The gathered columns: the union per (sample, kv head), one after the other; every head's list points into it.
+  // The gathered columns: the union per (sample, kv head), one after the other; every head's list
+  // points into it.
   std::vector<int32_t> gathered_rows, gathered_positions, gathered_counts(rows, 0);
   int64_t num_gathered = 0, capacity = 1;
   for (const auto& list : columns_) capacity = std::max<int64_t>(capacity, list.size());
@@ -412,7 +413,8 @@ mtraining::testing::Solution LaunchCase::run() {
     fill(g);
     g.dout = rank.dout->const_view();
     if (o.expanded_dout) g.dout.stride_batch = g.dout.stride_token = g.dout.stride_head = 0;
-    // Row 0 of the expanded dout must be real: position 0 of the sequence is, on rank 0; elsewhere take rank 0's.
+    // Row 0 of the expanded dout must be real: position 0 of the sequence is, on rank 0; elsewhere
+    // take rank 0's.
     if (o.expanded_dout) g.dout.data = ranks[0].dout->const_view().data;
     g.lse = lse;
     g.delta = delta;

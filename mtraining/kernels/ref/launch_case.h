@@ -1,11 +1,14 @@
-// LaunchCase: one attention problem spread over ranks, run through the kernel contract and put together again. For tests.
+// LaunchCase: one attention problem spread over ranks, run through the kernel contract and put
+// together again. For tests.
 //
-// In:   sizes, a layout, diagonals and columns per head, documents; how memory is laid out and poisoned.
+// In:   sizes, a layout, diagonals and columns per head, documents; how memory is laid out and
+//       poisoned.
 // Out:  out, lse, dq, dk, dv of the whole sequence as doubles, to compare with the oracle.
 // Next: attention_test.cc.
 //
-// Ranks run one after the other, each launching over all shards (in one launch or one a source), as a ring would. Memory
-// that must not be read holds NaN; memory that must not be written holds a sentinel that check_guards() looks for.
+// Ranks run one after the other, each launching over all shards (in one launch or one a source), as
+// a ring would. Memory that must not be read holds NaN; memory that must not be written holds a
+// sentinel that check_guards() looks for.
 #pragma once
 
 #include <cstdint>

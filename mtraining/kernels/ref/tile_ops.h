@@ -1,14 +1,16 @@
-// TileOps: the arithmetic of one tile (64 queries x up to 64 keys), compiled once per instruction set, chosen at run time.
+// TileOps: the arithmetic of one tile (64 queries x up to 64 keys), compiled once per instruction
+// set, chosen at run time.
 //
 // In:   rows in memory of any dtype; tiles of T (float or double) in this thread's scratch.
 // Out:  tiles. Next: forward.cc, backward.cc and window.cc walk the lists and call these.
 //
-// Scores are kept transposed, [key][query], so that everything the softmax does runs down a column: 64 queries are the
-// lanes of a few vectors, and no sum or maximum crosses lanes. K and V need no transposition then; only the query block's
-// q (and dout in backward) is transposed, once.
+// Scores are kept transposed, [key][query], so that everything the softmax does runs down a column:
+// 64 queries are the lanes of a few vectors, and no sum or maximum crosses lanes. K and V need no
+// transposition then; only the query block's q (and dout in backward) is transposed, once.
 //
-// Every lane of every product is one chain of multiply-adds in ascending k, whatever the tile's shape, so that a score does
-// not depend on where its key sits in the tile. Tiles are 64-byte aligned; leading dimensions are multiples of 16.
+// Every lane of every product is one chain of multiply-adds in ascending k, whatever the tile's
+// shape, so that a score does not depend on where its key sits in the tile. Tiles are 64-byte
+// aligned; leading dimensions are multiples of 16.
 #pragma once
 
 #include <cstdint>
@@ -30,20 +32,23 @@ template <typename T>
 struct TileOps {
   const char* isa;
 
-  /// tile[j][0..depth) = row rows[j] of the source as T, zero where rows[j] < 0 and beyond head_dim.
-  /// base: first element of the (batch, head); stride in elements; num_rows any; depth: padded head_dim.
+  /// tile[j][0..depth) = row rows[j] of the source as T, zero where rows[j] < 0 and beyond
+  /// head_dim. base: first element of the (batch, head); stride in elements; num_rows any; depth:
+  /// padded head_dim.
   void (*load_rows)(DType dtype, const void* base, int64_t stride, const int32_t* rows,
                     int64_t num_rows, int64_t head_dim, int64_t depth, T* tile);
   /// dst[d][i] = src[i][d] * scale for 64 rows.
   void (*transpose_to_lanes)(const T* src, int64_t depth, T scale, T* dst);
   /// dst[i][d] = src[d][i] / divisor[i] for 64 rows.
   void (*transpose_to_rows)(const T* src, int64_t depth, const T* divisor, T* dst);
-  /// dst row rows[j] += tile[j], where rows[j] >= 0. dst: T, first element of the (batch, head); stride in elements.
+  /// dst row rows[j] += tile[j], where rows[j] >= 0. dst: T, first element of the (batch, head);
+  /// stride in elements.
   void (*add_rows)(const T* tile, int64_t depth, const int32_t* rows, int64_t num_rows,
                    int64_t head_dim, T* dst, int64_t stride);
 
-  // The five products of attention. Keys are reached by a pointer to each row, so that they can stay where they are; num_keys
-  // is a multiple of 8, depth of 16. Rows that are not computed point to zeros, or to memory that nobody reads.
+  // The five products of attention. Keys are reached by a pointer to each row, so that they can
+  // stay where they are; num_keys is a multiple of 8, depth of 16. Rows that are not computed point
+  // to zeros, or to memory that nobody reads.
 
   /// scores[j][i] = sum_d rows[j][d] lanes[d][i]: k and q give the scores, v and dout give dp.
   void (*scores)(int64_t num_keys, int64_t depth, const T* const* rows, const T* lanes, T* scores);
@@ -60,8 +65,9 @@ struct TileOps {
   /// scores[j][i] = -inf unless begin[i] <= key[j] <= query[i].
   void (*mask)(int64_t num_keys, const LanePosition<T>* key, const LanePosition<T>* query,
                const LanePosition<T>* begin, T* scores);
-  /// One step of the online softmax: scores become e^(score - max), row_max and row_sum (64 each) advance, rescale[i] is
-  /// what earlier sums must be multiplied by. Returns false where that is 1 for all.
+  /// One step of the online softmax: scores become e^(score - max), row_max and row_sum (64 each)
+  /// advance, rescale[i] is what earlier sums must be multiplied by. Returns false where that is 1
+  /// for all.
   bool (*online_softmax)(int64_t num_keys, T* scores, T* row_max, T* row_sum, T* rescale);
   /// tile[d][i] *= scale[i].
   void (*scale_lanes)(int64_t depth, const T* scale, T* tile);
@@ -70,7 +76,8 @@ struct TileOps {
   /// dp[j][i] = p (dp - delta[i]) scale; 0 where p is 0, whatever dp.
   void (*score_gradients)(int64_t num_keys, const T* p, const T* delta, T scale, T* dp);
 
-  /// sums[i] = sum_d a[d][i] b[d][i], by the same chain as product(): where out equals a row of v, delta equals that dp.
+  /// sums[i] = sum_d a[d][i] b[d][i], by the same chain as scores(): where out equals a row of v,
+  /// delta equals that dp.
   void (*lane_dots)(int64_t depth, const T* a, const T* b, T* sums);
 
   /// Window estimation (float only; null for double). row_max[i] = max over keys.
@@ -85,7 +92,8 @@ struct TileOps {
   void (*exponential)(int64_t count, T* values);
 };
 
-/// The best that this processor runs; MTRAINING_REF_ISA = baseline | v3 | v4 in the environment asks for a lower one.
+/// The best that this processor runs; MTRAINING_REF_ISA = baseline | v3 | v4 in the environment
+/// asks for a lower one.
 template <typename T>
 const TileOps<T>& tile_ops();
 /// By name, for tests; null where this processor or build does not have it.

@@ -1,9 +1,12 @@
-// The one source of TileOps, compiled by tile_ops_baseline.cc, tile_ops_v3.cc and tile_ops_v4.cc with different flags.
+// The one source of TileOps, compiled by tile_ops_baseline.cc, tile_ops_v3.cc and tile_ops_v4.cc
+// with different flags.
 //
-// In:   MT_VECTOR_BYTES, the width of a vector register. Out: make_ops<T>(isa). Next: tile_ops.cc picks one.
+// In:   MT_VECTOR_BYTES, the width of a vector register. Out: make_ops<T>(isa). Next: tile_ops.cc
+//       picks one.
 //
-// Everything is in an unnamed namespace and nothing of the standard library is used: an inline function emitted here with
-// wide instructions must not be the copy that the linker keeps for the rest of the program.
+// Everything is in an unnamed namespace and nothing of the standard library is used: an inline
+// function emitted here with wide instructions must not be the copy that the linker keeps for the
+// rest of the program.
 #include <cstdint>
 
 #include "mtraining/kernels/ref/tile_ops.h"
@@ -54,9 +57,9 @@ MT_INLINE typename Vec<T>::type broadcast(T x) {
   return x - typename Vec<T>::type{};
 }
 
-// ---- exponential ----------------------------------------------------------------------------------------------------
-// e^x = 2^n e^f with n = round(x / ln 2), |f| <= ln 2 / 2; ln 2 in two parts so that n ln 2 is exact. Results below the
-// smallest normal number are 0.
+// ---- exponential --------------------------------------------------------------------------------
+// e^x = 2^n e^f with n = round(x / ln 2), |f| <= ln 2 / 2; ln 2 in two parts so that n ln 2 is
+// exact. Results below the smallest normal number are 0.
 
 MT_INLINE Vec<float>::type exponential(Vec<float>::type x) {
   using V = Vec<float>::type;
@@ -118,7 +121,7 @@ void exponential_array(int64_t count, T* values) {
   }
 }
 
-// ---- rows -----------------------------------------------------------------------------------------------------------
+// ---- rows ---------------------------------------------------------------------------------------
 
 MT_INLINE float as_float(uint32_t bits) { return __builtin_bit_cast(float, bits); }
 
@@ -128,8 +131,8 @@ struct BFloat16 {
 };
 struct Float16 {
   uint16_t bits;
-  // The shifted exponent is 112 too small; the multiplication corrects it, subnormals included. Infinities and NaNs keep
-  // the largest exponent.
+  // The shifted exponent is 112 too small; the multiplication corrects it, subnormals included.
+  // Infinities and NaNs keep the largest exponent.
   MT_INLINE float value(Float16 x) {
     const uint32_t magnitude = static_cast<uint32_t>(x.bits & 0x7fff) << 13;
     const uint32_t sign = static_cast<uint32_t>(x.bits & 0x8000) << 16;
@@ -212,8 +215,9 @@ void transpose_to_rows(const T* src, int64_t depth, const T* divisor, T* dst) {
   }
 }
 
-// ---- products ---------------------------------------------------------------------------------
-// One micro-kernel; what differs is how an operand is reached. kM rows of c by kN vectors stay in registers over all k.
+// ---- products -----------------------------------------------------------------------------------
+// One micro-kernel; what differs is how an operand is reached. kM rows of c by kN vectors stay in
+// registers over all k.
 
 /// a[m][k], rows given by pointers.
 template <typename T, int kM>
@@ -340,7 +344,7 @@ void query_gradients(int64_t num_keys, int64_t depth, const T* weights, const T*
   }
 }
 
-// ---- softmax --------------------------------------------------------------------------------------------------------
+// ---- softmax ------------------------------------------------------------------------------------
 
 template <typename T>
 MT_INLINE T infinity() {
@@ -444,7 +448,7 @@ void lane_dots(int64_t depth, const T* a, const T* b, T* sums) {
   }
 }
 
-// ---- window estimation ----------------------------------------------------------------------------------------------
+// ---- window estimation --------------------------------------------------------------------------
 
 void window_max(int64_t num_keys, const float* scores, float* row_max) {
   for (int v = 0; v < kVectors<float>; ++v) {
@@ -458,13 +462,15 @@ void window_max(int64_t num_keys, const float* scores, float* row_max) {
   }
 }
 
-/// Rounded to nearest, ties to even, for 0 <= x < 2^51: adding 2^52 leaves the integer in the low bits.
+/// Rounded to nearest, ties to even, for 0 <= x < 2^51: adding 2^52 leaves the integer in the low
+/// bits.
 MT_INLINE int64_t rounded(double x) {
   constexpr double kRound = 0x1p52;
   return __builtin_bit_cast(int64_t, x + kRound) - __builtin_bit_cast(int64_t, kRound);
 }
 
-/// e^(score - row_max) of one key for 64 rows. A row that saw nothing has row_max = -inf and only hidden scores.
+/// e^(score - row_max) of one key for 64 rows. A row that saw nothing has row_max = -inf and only
+/// hidden scores.
 MT_INLINE void window_weights(const float* scores, const float* row_max, float* weights) {
   using V = Vec<float>::type;
   const V lowest = broadcast<float>(-infinity<float>());

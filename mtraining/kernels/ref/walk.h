@@ -1,7 +1,9 @@
-// What forward and backward share: a tile's queries, the key tiles that a query tile meets, where rows start in memory.
+// What forward and backward share: a tile's queries, the key tiles that a query tile meets, where
+// rows start in memory.
 //
-// In:   AttentionParams. Out: QueryTile; KeyTiles in a fixed order (sources in order; a source's blocks in list order, then
-//       its columns in tiles of up to 64). Next: forward.cc, backward.cc.
+// In:   AttentionParams. Out: QueryTile; KeyTiles in a fixed order (sources in order; a source's
+//       blocks in list order, then its columns in tiles of up to 64). Next: forward.cc,
+//       backward.cc.
 #pragma once
 
 #include <algorithm>
@@ -103,7 +105,8 @@ void make_query_tile(const AttentionParams& p, int64_t batch, int64_t q_block, Q
   q.measure();
 }
 
-/// Up to 64 keys of one source. Keys that no query of the tile may see have row -1 and are never read.
+/// Up to 64 keys of one source. Keys that no query of the tile may see have row -1 and are never
+/// read.
 template <typename T>
 struct KeyTile {
   alignas(64) LanePosition<T> position[kTile];
@@ -145,7 +148,8 @@ bool finish_key_tile(const QueryTile<T>& q, int count, KeyTile<T>& k) {
   return true;
 }
 
-/// Calls fn(key_block) for the local key blocks of `source` in [begin, end) that (row, q_block) attends to, in list order.
+/// Calls fn(key_block) for the local key blocks of `source` in [begin, end) that (row, q_block)
+/// attends to, in list order.
 template <typename Fn>
 void for_each_key_block(const AttentionParams& p, const KeySource& source, int64_t row,
                         int64_t q_block, int64_t begin, int64_t end, const Fn& fn) {
@@ -175,8 +179,8 @@ struct KeyRange {
   int64_t end = std::numeric_limits<int64_t>::max();
 };
 
-/// Calls visit(key_tile) for every tile with key rows in `range` that has a visible pair. ahead(key_tile) is called once the
-/// tile after next is known, for its memory to be fetched: when visit(t) runs, ahead(t + 1) has run.
+/// Calls visit(key_tile) for every tile with key rows in `range` that has a visible pair. ahead(t+1)
+/// runs before visit(t), so that a tile's memory can be fetched while the one before is computed.
 template <typename T, typename Ahead, typename Visit>
 void for_each_key_tile(const AttentionParams& p, int64_t row, int64_t q_block,
                        const QueryTile<T>& q, const KeyRange& range, KeyTile<T> (&tiles)[2],
@@ -268,8 +272,8 @@ inline void prefetch_block(const AttentionParams& p, const ConstView& view, DTyp
   }
 }
 
-/// The rows of a key tile as float (or double) rows of `depth` values: where they are, if they are that already, else in a
-/// converted copy. Rows that no query sees are zeros.
+/// The rows of a key tile as float (or double) rows of `depth` values: where they are, if they are
+/// that already, else in a converted copy. Rows that no query sees are zeros.
 template <typename T>
 class KeyRows {
  public:
@@ -299,8 +303,8 @@ class KeyRows {
   const T* rows_[kTile];
 };
 
-/// The same for rows of gradients, which are added to. Where head_dim is not a multiple of 16 they are summed in a tile and
-/// added by finish(); rows that no query sees go where nobody looks.
+/// The same for rows of gradients, which are added to. Where head_dim is not a multiple of 16 they
+/// are summed in a tile and added by finish(); rows that no query sees go where nobody looks.
 template <typename T>
 class GradientRows {
  public:

@@ -1,5 +1,6 @@
-// Window estimation. Every pass recomputes the scores of (row, key) with the same chain of operations, so they are the same
-// bits in every pass, on every rank and thread; maxima and integer sums do not depend on order.
+// Window estimation. Every pass recomputes the scores of (row, key) with the same chain of
+// operations, so they are the same bits in every pass, on every rank and thread; maxima and integer
+// sums do not depend on order.
 #include "mtraining/kernels/window.h"
 
 #include <algorithm>
@@ -50,8 +51,9 @@ class Window {
     }
   }
 
-  /// For every (sample, head), block of 64 rows and run of key blocks: begin(scratch, first output row), tile(scratch, first
-  /// key) for every tile with a visible pair, end(scratch, first output row). Runs of one head go to different threads.
+  /// For every (sample, head), block of 64 rows and run of key blocks: begin(scratch, first output
+  /// row), tile(scratch, first key) for every tile with a visible pair, end(scratch, first output
+  /// row). Runs of one head go to different threads.
   template <typename Begin, typename Tile, typename End>
   void run(const Begin& begin, const Tile& tile, const End& end) const {
     const int64_t num_blocks = blocks_of(p_.num_keys),
@@ -132,8 +134,8 @@ class Window {
   const int64_t group_;  // query heads of a kv head
 };
 
-/// Adds masses of neighbouring offsets: the 64-shares of one diagonal are summed here first, since all threads of a head
-/// write to the same few words.
+/// Adds masses of neighbouring offsets: the 64-shares of one diagonal are summed here first, since
+/// all threads of a head write to the same few words.
 class OffsetSums {
  public:
   OffsetSums(int64_t* diagonals, int64_t* offsets) : diagonals_(diagonals), offsets_(offsets) {}

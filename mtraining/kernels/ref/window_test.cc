@@ -1,4 +1,5 @@
-// Estimation kernels: against plain double arithmetic, and the laws that make the index the same for every split of the keys.
+// Estimation kernels: against plain double arithmetic, and the laws that make the index the same
+// for every split of the keys.
 #include "mtraining/kernels/window.h"
 
 #include <gtest/gtest.h>
@@ -63,7 +64,8 @@ Problem make_problem(std::vector<int32_t> rows, uint64_t seed, DType dtype = DTy
   return p;
 }
 
-/// One rank's keys: blocks of 64 (or of 64 striped tokens) at `starts`, in memory `offset` elements off alignment.
+/// One rank's keys: blocks of 64 (or of 64 striped tokens) at `starts`, in memory `offset` elements
+/// off alignment.
 struct Shard {
   std::vector<int32_t> starts;
   int64_t position_stride = 1, num_keys = 0, offset = 0;
@@ -265,7 +267,8 @@ TEST(Window, EqualsPlainArithmetic) {
   expect_equals_plain(make_problem({0, 3, 64, 65, 127, 200, 331, 332}, 6, DType::kFloat32, true));
 }
 
-// The law: masses over any partition of the keys are the same integers, whatever ranks, alignment, thread count, layout.
+// The law: masses over any partition of the keys are the same integers, whatever ranks, alignment,
+// thread count, layout.
 TEST(Window, AnySplitOfTheKeysGivesTheSameIntegers) {
   for (const bool documents : {false, true}) {
     for (const bool scattered : {false, true}) {
