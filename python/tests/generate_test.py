@@ -1,0 +1,74 @@
+"""python -m mtraining.generate on a tiny random checkpoint with a tokenizer of bytes."""
+
+import json
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+from mtraining import generate
+
+PROMPT = "def add(a, b):\n    return a + b\n\n" * 8
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("checkpoint")
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=256,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        eos_token_id=None,
+        bos_token_id=None,
+    )
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def test_dense_continues_as_transformers_own_attention_does(checkpoint, capsys):
+    arguments = ["--checkpoint", str(checkpoint), "--prompt", PROMPT, "--max-new-tokens", "6"]
+    assert generate.main([*arguments, "--attention", "dense"]) == 0
+    got = capsys.readouterr().out
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(checkpoint)
+    eager = Qwen2ForCausalLM.from_pretrained(checkpoint, attn_implementation="eager")
+    ids = tokenizer(PROMPT, return_tensors="pt").input_ids
+    out = eager.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0)
+    assert out.shape[1] == ids.shape[1] + 6
+    assert got == tokenizer.decode(out[0, ids.shape[1] :]) + "\n"
+
+
+def test_each_line_of_a_file_gets_its_output(checkpoint, tmp_path, capsys):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"text": t}) + "\n" for t in (PROMPT, "x = 1")))
+    assert generate.main(["--checkpoint", str(checkpoint), "--input", str(path)]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["text"] for row in rows] == [PROMPT, "x = 1"] and all(row["output"] for row in rows)
+
+
+def test_mistakes_are_one_line_and_exit_2(checkpoint, tmp_path, capsys):
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text('{"text": "a"}\n{"txt": "b"}\n')
+    for arguments, text in (
+        (["--checkpoint", str(tmp_path), "--prompt", "a"], "holds no config.json"),
+        (["--checkpoint", str(checkpoint), "--input", str(broken)], "broken.jsonl:2: expected"),
+        (["--checkpoint", str(checkpoint), "--input", "missing.jsonl"], "missing.jsonl"),
+        (["--checkpoint", str(checkpoint), "--prompt", ""], "no tokens"),
+        (["--checkpoint", str(checkpoint), "--prompt", "a", "--p-slash", "2"], "p_slash"),
+        (["--checkpoint", str(checkpoint), "--prompt", "a", "--max-new-tokens", "0"], "at least 1"),
+    ):
+        assert generate.main(arguments) == 2
+        captured = capsys.readouterr()
+        lines = [
+            line for line in captured.err.splitlines() if line.startswith("mtraining: error: ")
+        ]
+        assert captured.out == "" and len(lines) == 1 and text in lines[0], captured.err
