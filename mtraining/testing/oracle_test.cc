@@ -152,6 +152,9 @@ TEST(Plain, IsTheOracleInFloat64AndNearItInLowerPrecisions) {
   EXPECT_TRUE(compare("dk", same.dk, truth.dk, {}, 16, Precision::kFloat64));
   EXPECT_TRUE(compare("dq", same.dq, truth.dq, {}, 16, Precision::kFloat64));
   EXPECT_TRUE(compare("dv", same.dv, truth.dv, {}, 16, Precision::kFloat64));
+  const Solution from_out = solve_plain(problem, causal, Precision::kFloat64, Delta::kFromOut);
+  EXPECT_TRUE(compare("dq", from_out.dq, truth.dq, {}, 16, Precision::kFloat64));
+  EXPECT_TRUE(compare("dk", from_out.dk, truth.dk, {}, 16, Precision::kFloat64));
   double previous = 0;
   for (Precision precision :
        {Precision::kFloat64, Precision::kFloat32, Precision::kFloat16, Precision::kBFloat16}) {
