@@ -10,6 +10,8 @@
 
 #include "mtraining/base/check.h"
 #include "mtraining/base/json.h"
+#include "mtraining/checkpoint/disk.h"
+#include "mtraining/checkpoint/publication.h"
 
 namespace mtraining::checkpoint {
 namespace {
@@ -138,6 +140,18 @@ void save_weights(const std::filesystem::path& folder,
                                   static_cast<size_t>(host.nbytes())});
   }
   writer.finish();
+}
+
+void save_model_folder(const std::filesystem::path& folder, const model::HfConfig& config,
+                       int64_t trained_length, const std::vector<model::Parameter>& parameters,
+                       at::ScalarType type, const std::filesystem::path& init_from) {
+  model::HfConfig saved = config;
+  saved.dtype = type == at::kFloat ? "float32" : type == at::kBFloat16 ? "bfloat16" : "float16";
+  MT_CHECK_SUPPORTED(type == at::kFloat || type == at::kBFloat16 || type == at::kHalf,
+                     "weights: expected float32, bfloat16 or float16, got ", at::toString(type));
+  write_text_file(folder / "config.json", model::to_json(saved, trained_length));
+  if (!init_from.empty()) copy_companion_files(init_from, folder);
+  save_weights(folder, parameters, type);
 }
 
 }  // namespace mtraining::checkpoint

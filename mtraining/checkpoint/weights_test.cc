@@ -204,6 +204,31 @@ TEST(Weights, TheModelIsNotHeldTwiceWhileItIsLoaded) {
   for (int64_t i = 0; i < kCount; ++i) EXPECT_EQ(parameters[i].value[7].item<float>(), i);
 }
 
+TEST(Weights, AModelFolderHoldsConfigurationWeightsAndTokenizer) {
+  const ScratchFolder source, folder;
+  put_text(source / "tokenizer.json", "{}");
+  put_text(source / "config.json", "of another length");
+  model::HfConfig config;
+  config.vocab_size = 48;
+  config.hidden_size = 32;
+  config.intermediate_size = 40;
+  config.num_hidden_layers = config.num_key_value_heads = 2;
+  config.num_attention_heads = 4;
+  config.head_dim = 8;
+  config.qkv_bias = config.tie_word_embeddings = true;
+  const auto parameters = random_parameters(true, 1).list();
+  save_model_folder(folder.path(), config, 512, parameters, at::kBFloat16, source.path());
+  const model::HfConfig read = model::read_hf_config(folder.path());
+  EXPECT_EQ(read.max_position_embeddings, 512);
+  EXPECT_EQ(read.dtype, "bfloat16");
+  EXPECT_EQ(get_text(folder / "tokenizer.json"), "{}");
+  EXPECT_EQ(WeightFolder(folder.path()).find("model.norm.weight")->type, StoredType::kBF16);
+  EXPECT_NE(error_of([&] {
+              save_model_folder(folder.path(), config, 512, parameters, at::kDouble, {});
+            }).find("got Double"),
+            std::string::npos);
+}
+
 TEST(Weights, EveryStoredTypeHasItsCounterpart) {
   for (const at::ScalarType type : {at::kDouble, at::kFloat, at::kBFloat16, at::kHalf, at::kLong,
                                     at::kInt, at::kByte, at::kBool}) {

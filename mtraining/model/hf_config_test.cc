@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "mtraining/base/check.h"
+#include "mtraining/base/rng.h"
 
 namespace mtraining::model {
 namespace {
@@ -237,6 +238,27 @@ TEST(HfConfig, FaultyValuesAreNamed) {
   const std::string whole = qwen25().dump();
   for (size_t length = 0; length < whole.size(); ++length)
     ASSERT_EQ(error_of(whole.substr(0, length)).first, Kind::kInvalid) << length;
+}
+
+TEST(HfConfig, DamagedTextIsAnErrorOrAnotherConfig) {
+  const Rng rng(5);
+  for (const json& root : {qwen25(), qwen3(), llama31()}) {
+    const std::string whole = root.dump();
+    for (uint64_t i = 0; i < 3000; ++i) {  // anything but an Error ends the test
+      std::string text = whole;
+      for (uint64_t j = 0; j <= i % 3; ++j)
+        text[rng.below(8 * i + 2 * j, text.size())] =
+            static_cast<char>(rng.bits(8 * i + 2 * j + 1));
+      ASSERT_EQ(error_of(text).second.find('\n'), std::string::npos);
+    }
+    for (const auto& [key, value] : root.items())  // each key with a value of each type
+      for (const json& other : {json(nullptr), json(true), json(-3), json(1e300), json("x"),
+                                json::array({1}), json::object({{"a", 1}})}) {
+        json changed = root;
+        changed[key] = other;
+        error_of(changed.dump());
+      }
+  }
 }
 
 TEST(HfConfig, WhatIsWrittenReadsBackTheSameAtTheTrainedLength) {
