@@ -15,7 +15,7 @@ ROOT = pathlib.Path(__file__).resolve().parent
 
 class CMakeBuild(build_ext):
     def get_ext_filename(self, name: str) -> str:
-        return "mtraining/libmtraining_ops.so"
+        return "libmtraining_ops.so"  # not an extension module: no suffix of the interpreter
 
     def build_extension(self, extension: Extension) -> None:
         torch = importlib.util.find_spec("torch")

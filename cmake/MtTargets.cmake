@@ -132,12 +132,13 @@ function(mt_test name)
 endfunction()
 
 # SOURCES are compiled into the library itself, so that what they register (operators) is not dropped by the linker.
+# Not with a sanitizer: Python would have to be started under its runtime.
 function(mt_shared_library name)
   cmake_parse_arguments(PARSE_ARGV 1 ARG "TORCH;TORCH_CUDA" "" "SOURCES;DEPS")
   if(ARG_UNPARSED_ARGUMENTS)
     message(FATAL_ERROR "mt_shared_library(${name}): unknown argument ${ARG_UNPARSED_ARGUMENTS}")
   endif()
-  if(NOT ARG_SOURCES OR NOT MTRAINING_PYTHON OR ((ARG_TORCH OR ARG_TORCH_CUDA) AND NOT MTRAINING_TORCH))
+  if(NOT ARG_SOURCES OR NOT MTRAINING_PYTHON OR MTRAINING_SANITIZE OR ((ARG_TORCH OR ARG_TORCH_CUDA) AND NOT MTRAINING_TORCH))
     return()
   endif()
   mt_resolve_deps_(deps ${ARG_DEPS})

@@ -13,7 +13,7 @@ _NAME = "libmtraining_ops.so"
 
 
 def _candidates() -> list[pathlib.Path]:
-    """Files to try, best first. A checkout's builds are tried newest first, unless MTRAINING_PRESET names one."""
+    """Files to try, best first: of a checkout's builds the one that MTRAINING_PRESET names, then the newer ones."""
     if named := os.environ.get("MTRAINING_LIBRARY"):
         return [pathlib.Path(named)]
     package = pathlib.Path(__file__).resolve().parent
@@ -21,9 +21,11 @@ def _candidates() -> list[pathlib.Path]:
     if build := os.environ.get("MTRAINING_BINARY_DIR"):
         found.append(pathlib.Path(build) / "lib" / _NAME)
     found.append(package / _NAME)
-    presets = [os.environ["MTRAINING_PRESET"]] if "MTRAINING_PRESET" in os.environ else []
-    built = [package.parents[1] / "build" / p / "lib" / _NAME for p in presets or ("cuda", "cpu")]
-    return found + sorted(built, key=lambda p: p.stat().st_mtime if p.is_file() else 0)[::-1]
+    built = [package.parents[1] / "build" / p / "lib" / _NAME for p in ("cuda", "cpu")]
+    built.sort(key=lambda p: p.stat().st_mtime if p.is_file() else 0, reverse=True)
+    if preset := os.environ.get("MTRAINING_PRESET"):
+        built.insert(0, package.parents[1] / "build" / preset / "lib" / _NAME)
+    return found + built
 
 
 def _load() -> None:

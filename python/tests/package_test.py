@@ -58,6 +58,22 @@ def test_a_library_that_is_missing_or_broken_is_named(tmp_path, content):
     assert str(path) in last and "./dev build" in last
 
 
+def test_a_named_file_comes_before_a_build_folder_and_that_before_the_checkouts_builds(monkeypatch):
+    for name in ("MTRAINING_LIBRARY", "MTRAINING_BINARY_DIR", "MTRAINING_PRESET"):
+        monkeypatch.delenv(name, raising=False)
+
+    def first():
+        return mtraining.library._candidates()[0]
+
+    assert first() == ROOT / "python/mtraining/libmtraining_ops.so"  # where pip puts it
+    monkeypatch.setenv("MTRAINING_PRESET", "tsan")
+    assert mtraining.library._candidates()[1].parts[-3:-1] == ("tsan", "lib")
+    monkeypatch.setenv("MTRAINING_BINARY_DIR", "/elsewhere")
+    assert str(first()) == "/elsewhere/lib/libmtraining_ops.so"
+    monkeypatch.setenv("MTRAINING_LIBRARY", "/named.so")
+    assert [str(p) for p in mtraining.library._candidates()] == ["/named.so"]
+
+
 def test_the_example_of_the_documentation_runs():
     text = (ROOT / "docs/python.md").read_text()
     example = re.search(r"```python\n(.*?)```", text, re.S).group(1)
