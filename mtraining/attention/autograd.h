@@ -3,7 +3,7 @@
 // In:   q, k, v shards with gradients; a pattern or a given index. Out: out with gradient; the index that was used.
 // Next: model/ (training), torch_ops/ (Python).
 //
-// The index made in forward is saved; backward uses it and never rebuilds it (algorithm.md section 2).
+// The index made in forward is saved; backward never rebuilds it (docs/math/pattern.md).
 #pragma once
 
 #include <memory>

@@ -4,7 +4,7 @@
 // Next: model/ calls the autograd function (autograd.h).
 //
 // No layout, pattern or architecture name decides anything here: schedule, step index and kernel parameters are data.
-// Source: paper Alg. 2; algorithm.md sections 4 and 5.
+// Source: paper Alg. 2; docs/math/index.md (columns), ring.md.
 #pragma once
 
 #include <ATen/core/Tensor.h>

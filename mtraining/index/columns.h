@@ -7,7 +7,7 @@
 //       positions. Identical on every rank.
 // Next: attention/ packs, all-gathers, launches, and reduces dk, dv back to the owners.
 //
-// Source: algorithm.md section 4 (beyond the paper).
+// Source: docs/math/index.md, "Columns" (beyond the paper).
 #pragma once
 
 #include <cstdint>

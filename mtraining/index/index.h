@@ -6,7 +6,7 @@
 //       head (columns.h).
 // Next: attention/ hands rank-local parts to kernels/.
 //
-// Source: algorithm.md section 3. Mask of head h (positions i, j of one sample, block 64):
+// Source: docs/math/index.md. Mask of head h (positions i, j of one sample, block 64):
 //   document_start[i] <= j <= i  and  (i/64 - j/64 in diagonals[h]  or  j in columns[h]);
 //   reached both ways counts once.
 // Storage is of fixed capacity with counts, so that the same struct describes device memory. Host

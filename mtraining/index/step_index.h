@@ -6,7 +6,7 @@
 //       query block; dense on `striped`: CSR too.
 // Next: kernels/ (BlockLists of a KeySource). How many pairs a step computes: step_pairs.h.
 //
-// Source: algorithm.md section 3. Query block (sl, a) = local block sl * m + a meets key block
+// Source: docs/math/index.md. Query block (sl, a) = local block sl * m + a meets key block
 // (sl - lambda, a - delta) where sl - lambda >= 0 and 0 <= a - delta < m. Never O(NB^2) for
 // entries; CSR is O(blocks computed).
 #pragma once

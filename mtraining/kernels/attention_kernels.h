@@ -12,7 +12,7 @@
 namespace mtraining::kernels {
 
 /// (out_a, lse_a) merged with (out_b, lse_b) into a, over rows x head_dim; (0, -inf) is the neutral element, bit-exactly.
-/// Shapes: out [rows, head_dim] state dtype contiguous, lse [rows]. Source: algorithm.md section 5.
+/// Shapes: out [rows, head_dim] state dtype contiguous, lse [rows]. Source: docs/math/kernels.md.
 void merge(DType state, int64_t rows, int64_t head_dim, void* out_a, void* lse_a, const void* out_b, const void* lse_b);
 
 namespace ref {

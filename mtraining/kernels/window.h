@@ -6,7 +6,7 @@
 // Out:  row maxima; fixed-point row sums; int64 masses by key, by block diagonal, by offset; masked masses for recall.
 // Next: pattern/ reduces them over ranks and selects.
 //
-// Source: paper Alg. 1; algorithm.md section 2. A key is visible to a row iff document_start[row] <= position <= row position
+// Source: paper Alg. 1; docs/math/pattern.md. A key is visible to a row iff document_start[row] <= position <= row position
 // and position < seq_len. Unit of mass: 2^-40 (kMassOne is probability 1).
 #pragma once
 

@@ -7,7 +7,7 @@
 // Next: data/ applies it once to ids, labels and positions; ring/ and index/ reason about residues
 //       and blocks.
 //
-// Source: paper section 3.3 (block-level striped layout); algorithm.md section 1. Pure integers,
+// Source: paper section 3.3 (block-level striped layout); docs/math/ring.md. Pure integers,
 // thread-safe, copyable.
 #pragma once
 

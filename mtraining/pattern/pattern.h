@@ -4,7 +4,7 @@
 // Out:  an index::Index, bit-identical on every rank and for every cp_size and layout.
 // Next: index/ cuts it into rank-local parts, attention/ runs it.
 //
-// Source: paper Alg. 1; algorithm.md section 2. Nothing here is differentiated. Sums are int64 fixed point.
+// Source: paper Alg. 1; docs/math/pattern.md. Nothing here is differentiated. Sums are int64 fixed point.
 #pragma once
 
 #include <cstdint>
@@ -32,7 +32,7 @@ SlashPooling parse_slash_pooling(std::string_view name);  // "block" | "paper" |
 Selection parse_selection(std::string_view name);         // "head" | "kv_group"
 Window parse_window(std::string_view name);               // "last" | "strided"
 
-/// Keys of [attention] that belong to the pattern, with their defaults (interfaces.md). sink_tokens and local_blocks are
+/// Keys of [attention] that belong to the pattern, with their defaults. sink_tokens and local_blocks are
 /// ours, not the paper's.
 struct VerticalSlashOptions {
   double p_vertical = 0.9;

@@ -3,7 +3,7 @@
 // In:   int64 masses. Out: chosen entry indices, ascending. Next: vertical_slash.
 //
 // Ties: lower index first. p >= 1 selects every entry without summing; p <= 0 none. reached: sum >= ceil(p * total), with the
-// product in double: one formula on every device. Source: algorithm.md section 2.3.
+// product in double: one formula on every device. Source: docs/math/pattern.md, step 3.
 #pragma once
 
 #include <cstdint>

@@ -8,7 +8,7 @@
 // Next: attention/ interprets it over comm/ and kernels/; sim/ interprets the same list over a cost
 //       model.
 //
-// Source: paper Alg. 2 and section 3.4; algorithm.md section 5. Thread-safe once built.
+// Source: paper Alg. 2 and section 3.4; docs/math/ring.md. Thread-safe once built.
 //
 // Words: a *kv slot* holds the K and V of one shard; slot 0 is the rank's own shard and never a
 // receive target. A *grad slot* holds a float32 (dk, dv) of one shard. An operation may start when

@@ -6,7 +6,7 @@
 // Next: cli/ prints tables; event_simulation.h turns pairs into time; train/ logs the same degrees.
 //
 // Source: paper section 4.3 (imbalance degree = max / mean of attention time, here of pairs);
-// algorithm.md section 5.
+// docs/math/ring.md.
 #pragma once
 
 #include <cstdint>

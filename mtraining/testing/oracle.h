@@ -30,7 +30,7 @@ void check(const Problem& problem);
 /// Cost: 2 D flops a pair with both loops in float64; memory 17 bytes a pair of one head (tests only).
 Solution solve(const Problem& problem, const Mask& mask);
 
-/// algorithm.md 2.7 from its words: document_start[i] <= j <= i and (diagonal or column).
+/// The mask of docs/math/index.md in words: document_start[i] <= j <= i and (diagonal or column).
 Mask vertical_slash_mask(const std::vector<std::vector<int32_t>>& diagonals,  // [B * H] rows
                          const std::vector<std::vector<int32_t>>& columns, int64_t num_q_heads,
                          const std::vector<int32_t>& document_starts /* [B, S] or empty */,
