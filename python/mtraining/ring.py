@@ -107,7 +107,8 @@ def ring_attention(
             Rows of padding: out = 0, no gradient.
         layout, stripe, ring ("flat" or "hierarchical"; None: what the mesh says), inner, ring_stride, prefetch_steps, columns,
             gradient_transport: keys of the configuration's [attention] table.
-        index: an Index that was returned earlier, to be used again instead of choosing one.
+        index: an Index that was returned earlier, to be used again instead of choosing one; seq_len, document_starts and
+            softmax_scale are then its own where they are not given.
 
     Returns: out [B, S_local, H, D] in q's dtype; with return_lse and return_index a tuple (out[, lse][, index]): lse
     [B, H, S_local] float32, not differentiable; the index is the same on every rank.
@@ -117,7 +118,11 @@ def ring_attention(
     Source: MTraining, arXiv 2510.18830, Algorithm 2.
     """
     pattern = checked(pattern)
-    scale = as_scale(softmax_scale)
+    if index is not None:
+        seq_len = index.seq_len if seq_len is None else seq_len
+        document_starts = index.document_starts if document_starts is None else document_starts
+    replayed = index is not None and softmax_scale is None
+    scale = index.softmax_scale if replayed else as_scale(softmax_scale)
     if group is not None and device_mesh is not None:
         raise ValueError("ring_attention: expected group or device_mesh, got both")
     ranks = ranks_of(device_mesh if device_mesh is not None else group)

@@ -4,6 +4,7 @@ One launch of processes a size: starting them costs more than what they do. A fa
 traceback.
 """
 
+import os
 import pathlib
 import sys
 import tempfile
@@ -65,7 +66,8 @@ def equals_one_process(mesh, seq_len, pattern, documents=None, dtype=torch.float
         total = mine.double()
         dist.all_reduce(total, group=None if mesh is None or hasattr(mesh, "mesh") else mesh)
         check(total, theirs, f"d{name}")
-    # The same index once more, replayed.
+    # The same index once more, replayed: it knows the sequence's length, documents and scale.
+    del call["seq_len"], call["document_starts"]
     again = mtraining.ring_attention(*parts[:3], index=used, **call)
     assert torch.equal(again, out)
 
@@ -198,6 +200,21 @@ def four_processes(rank):
     )
 
 
+def a_rank_dies(rank):
+    parts = [mtraining.shard(x).requires_grad_() for x in structured(1, 300, 4, 2, 64)]
+    out = mtraining.ring_attention(*parts, seq_len=300)
+    if rank == 1:
+        os._exit(0)
+    begin = time.monotonic()
+    with pytest.raises(RuntimeError) as caught:
+        torch.autograd.grad(out.sum(), parts)
+    assert "rank" in str(caught.value) and "\n" not in str(caught.value)
+    with pytest.raises(RuntimeError):
+        mtraining.ring_attention(*parts, seq_len=300)
+    assert time.monotonic() - begin < 20
+    os._exit(0)  # torch.distributed's own shutdown would wait for the dead rank
+
+
 def _process(rank, body, size, folder):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/init", rank=rank, world_size=size)
@@ -206,7 +223,7 @@ def _process(rank, body, size, folder):
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("size, body", [(2, two_processes), (4, four_processes)])
+@pytest.mark.parametrize("size, body", [(2, two_processes), (4, four_processes), (2, a_rank_dies)])
 def test_processes_equal_one_process(size, body):
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(_process, (body, size, folder), nprocs=size)
