@@ -134,6 +134,13 @@ def ring_attention(
         whole = document_starts.shape[-1] if document_starts is not None else None
         seq_len = whole if whole is not None else q.shape[1] * ranks.cp_size
     documents = as_document_starts(document_starts, q.shape[0], seq_len)
+    ring = ring or ("hierarchical" if ranks.nodes > 1 else "flat")
+    if ring == "flat" and ranks.nodes > 1 and layout == "block_striped":
+        # shard() numbers stripes node by node over such a mesh, a flat ring rank by rank.
+        raise ValueError(
+            "ring: expected hierarchical over a 2-D device_mesh with layout block_striped, got flat; pass the ranks as a "
+            "group or a 1-D mesh, to shard as well"
+        )
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     rings = _rings.setdefault(ranks.group, _GroupRings())
@@ -142,7 +149,7 @@ def ring_attention(
         seq_len=seq_len,
         layout=layout,
         stripe=stripe,
-        ring=ring or ("hierarchical" if ranks.nodes > 1 else "flat"),
+        ring=ring,
         inner=inner,
         ring_stride=ring_stride,
         prefetch_steps=prefetch_steps,

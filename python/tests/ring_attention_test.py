@@ -185,6 +185,9 @@ def four_processes(rank):
     equals_one_process(mesh, 700, SPARSE)
     equals_one_process(mesh, 700, SPARSE, inner="ring", prefetch_steps=1)
     equals_one_process(mesh, 700, mtraining.Dense(), layout="contiguous")
+    equals_one_process(mesh, 700, SPARSE, ring="flat", layout="zigzag")
+    with pytest.raises(ValueError, match="ring: expected hierarchical over a 2-D device_mesh"):
+        equals_one_process(mesh, 700, SPARSE, ring="flat")  # its shards would lie elsewhere
     # Two rings of two ranks each side by side.
     halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     equals_one_process(halves[rank // 2], 300, SPARSE)
