@@ -38,9 +38,16 @@ void expect_equals_oracle(const LaunchOptions& options) {
     const auto verdict = mtraining::testing::compare(name, a, b, c, d, precision);
     EXPECT_TRUE(verdict.ok) << verdict.text;
   };
+  // Where one key has nearly all the weight, dq and dk are what the rounding of out leaves of a
+  // difference: a few random bits, of which plain has other ones on each processor. Three times
+  // plain's error there, instead of twice.
+  const auto widened = [](const std::vector<double>& center, std::vector<double> values) {
+    for (size_t i = 0; i < values.size(); ++i) values[i] += 0.5 * (values[i] - center[i]);
+    return values;
+  };
   expect("out", got.out, truth.out, plain.out);
-  expect("dq", got.dq, truth.dq, plain.dq);
-  expect("dk", got.dk, truth.dk, plain.dk);
+  expect("dq", got.dq, truth.dq, widened(truth.dq, plain.dq));
+  expect("dk", got.dk, truth.dk, widened(truth.dk, plain.dk));
   expect("dv", got.dv, truth.dv, plain.dv);
   const auto lse = mtraining::testing::compare_lse("lse", got.lse, truth.lse, plain.lse, precision);
   EXPECT_TRUE(lse.ok) << lse.text;
