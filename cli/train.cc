@@ -2,6 +2,7 @@
 
 #include <ATen/Parallel.h>
 #include <c10/util/Exception.h>
+#include <c10/util/Logging.h>
 #include <malloc.h>
 #include <sched.h>
 #include <signal.h>
@@ -175,6 +176,7 @@ int train_here(train::RunConfig config, const train::ResolvedRun& resolved,
   struct sigaction action {};
   action.sa_handler = on_stop;
   for (const int number : {SIGTERM, SIGINT, SIGUSR1}) ::sigaction(number, &action, nullptr);
+  c10::initLogging();  // heeds TORCH_CPP_LOG_LEVEL, which the launcher sets
   share_cores(launch.local_world_size.value_or(launch.world_size));
   if (launch.rank == 0) {
     std::error_code error;
