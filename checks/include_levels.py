@@ -29,7 +29,9 @@ LEVELS = {
     "train": 7,
     "eval": 7,
 }
-TESTING_LEVEL = 4  # testing/ may include what attention/ is and below
+TESTING_LEVEL = (
+    4  # testing/ may include what attention/ is and below; so may every test, whatever its folder
+)
 # Folders that build without torch (preset core) and therefore may not include it; comm/ may in its c10d file only.
 TORCH_FREE = {"base", "layout", "topology", "kernels", "ring", "index", "trace", "sim", "comm"}
 # A name made of one of these says nothing about what the file is for.
@@ -73,12 +75,15 @@ def without_comments(text: str, keep_strings: bool) -> str:
 
 
 def is_test(path: pathlib.PurePath) -> bool:
-    return path.stem.endswith(("_test", "_bench")) or path.parts[0] == "bench"
+    """Tests, benches, and the cases (foo_case.h) that several tests of a folder share."""
+    return path.stem.endswith(("_test", "_bench", "_case")) or path.parts[0] == "bench"
 
 
 def faults_of_includes(root: pathlib.Path, path: pathlib.PurePath, text: str) -> Iterator[str]:
     folder = path.parts[1] if path.parts[0] == "mtraining" else path.parts[0]
     level = LEVELS.get(folder, TESTING_LEVEL + 1 if folder == "testing" else 8)
+    if is_test(path):
+        level = max(level, TESTING_LEVEL + 1)
     c10d_file = folder == "comm" and path.stem.startswith("c10d")
     for match in INCLUDE.finditer(without_comments(text, keep_strings=True)):
         quote, header = match.groups()
@@ -126,9 +131,9 @@ def faults_of_file(root: pathlib.Path, path: pathlib.PurePath) -> Iterator[str]:
 
     if folder != "torch_ops" and (found := REGISTRATION.search(code)):
         yield f"{path}:{line(found)}: only torch_ops/ registers operators, but {folder}/ uses {found.group(0).rstrip('( ')}"
-    if path.suffix in (".cu", ".cuh") and folder != "kernels":
+    if path.suffix in (".cu", ".cuh") and folder not in ("kernels", "bench"):
         yield f"{path}: CUDA sources live in kernels/"
-    if path.suffix != ".cu" and (found := LAUNCH.search(code)):
+    if path.suffix not in (".cu", ".cuh") and (found := LAUNCH.search(code)):
         yield f"{path}:{line(found)}: only .cu files launch kernels"
     if (
         in_library

@@ -79,6 +79,13 @@ FAULTS = {
         },
         "tests and benches only",
     ),
+    "test too high": (
+        {
+            "mtraining/model/m.h": HEADER,
+            "mtraining/kernels/k_test.cc": '#include "mtraining/model/m.h"\n',
+        },
+        "may not include model/",
+    ),
     "testing too high": (
         {
             "mtraining/model/m.h": HEADER,
@@ -123,6 +130,16 @@ def test_fault_is_found(tmp_path, name):
     files, message = FAULTS[name]
     faults = tree(tmp_path, {**BASE, **files})
     assert any(message in fault for fault in faults), faults
+
+
+def test_tests_may_include_what_testing_may(tmp_path):
+    files = {
+        "mtraining/index/i.h": HEADER,
+        "mtraining/testing/o.h": HEADER,
+        "mtraining/kernels/k_case.h": HEADER
+        + '#include "mtraining/index/i.h"\n#include "mtraining/testing/o.h"\n',
+    }
+    assert tree(tmp_path, {**BASE, **files}) == []
 
 
 def test_source_that_no_list_names_is_found(tmp_path):

@@ -1,4 +1,6 @@
 // Nearest: the known word that a mistyped one was probably meant to be.
+//
+// In:   a word, the known words. Out: the closest one by edits. Next: error messages of config_file.cc and main.cc.
 #pragma once
 
 #include <string>

@@ -1,4 +1,6 @@
 // `mtraining train`.
+//
+// In:   the command line. Out: a run's folder, an exit code. Next: train/job.h; with --nproc first launcher.h.
 #pragma once
 
 namespace mtraining::cli {

@@ -1,6 +1,7 @@
 // TinyRun: a whole small training run over loopback ranks, for tests.
 //
 // In:   a RunConfig for `ranks` ranks, how the ranks sit. Out: losses, gradient norms and weights of every rank.
+// Next: trainer_test.cc compares runs.
 #pragma once
 
 #include <ATen/ATen.h>
