@@ -75,7 +75,8 @@ struct KeySource {
   const int32_t* block_starts = nullptr;  // [ceil(num_keys / 64)] position of each block's first key; null without blocks
   BlockLists blocks;
   ColumnLists columns;
-  View dk, dv;                            // backward: state dtype, same logical shape, accumulated into (+=)
+  View dk, dv;                            // backward: state dtype, same logical shape, accumulated into (+=);
+                                          // sources of one launch share no rows
 };
 
 /// What forward and backward share.

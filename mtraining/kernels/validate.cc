@@ -96,6 +96,13 @@ void check_attention(const AttentionParams& p, bool gradients) {
                    "diagonal_words: expected one bit for each of ", blocks_of(p.seq_len),
                    " blocks, got ", p.diagonal_words, " words");
     }
+    for (int other = 0; gradients && keys && other < s; ++other) {
+      // Ranges of different sources are summed at the same time.
+      MT_CHECK_ARG(p.sources[other].num_keys == 0 || p.sources[other].dk.data != source.dk.data,
+                   name("dk"), ": expected rows of its own, got those of sources[", other, "]");
+      MT_CHECK_ARG(p.sources[other].num_keys == 0 || p.sources[other].dv.data != source.dv.data,
+                   name("dv"), ": expected rows of its own, got those of sources[", other, "]");
+    }
     if (gradients && rows) {
       // Without blocks a key row belongs to one (sample, kv head): a gathered buffer has no batch
       // and head strides.

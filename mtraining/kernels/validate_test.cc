@@ -199,6 +199,24 @@ TEST(Validate, OutputsMayNotOverlap) {
       "dk:", [](Launch& l) { l.source.dk.stride_head = 0; }, false, true);
 }
 
+TEST(Validate, SourcesOfALaunchShareNoGradientRows) {
+  Launch launch;
+  KeySource sources[] = {launch.source, launch.source};
+  launch.b.sources = sources;
+  launch.b.num_sources = 2;
+  try {
+    ref::backward(launch.b);
+    ADD_FAILURE() << "accepted";
+  } catch (const InvalidArgument& error) {
+    EXPECT_NE(std::string(error.what()).find("sources[1].dk"), std::string::npos) << error.what();
+  }
+  EXPECT_TRUE(launch.untouched());
+  // Reading the same keys twice is the caller's affair.
+  launch.f.sources = sources;
+  launch.f.num_sources = 2;
+  ref::forward(launch.f);
+}
+
 // B44: lists that are unsorted, have duplicates or point outside are refused, never followed.
 TEST(Validate, Lists) {
   expect_refused("blocks.num_entries[1]", [](Launch& l) { l.num_entries[1] = 5; });
