@@ -7,6 +7,8 @@
 // Everything is in an unnamed namespace and nothing of the standard library is used: an inline
 // function emitted here with wide instructions must not be the copy that the linker keeps for the
 // rest of the program.
+#pragma once
+
 #include <cstdint>
 
 #include "mtraining/kernels/ref/tile_ops.h"
@@ -79,7 +81,7 @@ MT_INLINE Vec<float>::type exponential(Vec<float>::type x) {
   p = p + 1.0f;
   const V y = reinterpret_cast<V>(reinterpret_cast<B>(p) + (reinterpret_cast<B>(t) << 23));
   const V low = x < -0x1.5d589ep+6f ? V{} : y;  // ln(2^-126); x = -inf comes here too
-  return x > 0x1.62e42ep+6f ? V{} + __builtin_inff() : low;
+  return x <= 0x1.62e42ep+6f ? low : x + __builtin_inff();  // NaN comes here too, and stays
 }
 
 MT_INLINE Vec<double>::type exponential(Vec<double>::type x) {
@@ -106,7 +108,7 @@ MT_INLINE Vec<double>::type exponential(Vec<double>::type x) {
   p = p + 1.0;
   const V y = reinterpret_cast<V>(reinterpret_cast<B>(p) + (reinterpret_cast<B>(t) << 52));
   const V low = x < -0x1.6232bdd7abcd2p+9 ? V{} : y;  // ln(2^-1022)
-  return x > 0x1.62e42fefa39efp+9 ? V{} + __builtin_inf() : low;
+  return x <= 0x1.62e42fefa39efp+9 ? low : x + __builtin_inf();
 }
 
 template <typename T>

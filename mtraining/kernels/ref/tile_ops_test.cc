@@ -90,6 +90,24 @@ void expect_exact_ends() {
 TEST(Exponential, IsExactAtTheEndsFloat32) { expect_exact_ends<float>(); }
 TEST(Exponential, IsExactAtTheEndsFloat64) { expect_exact_ends<double>(); }
 
+TEST(Exponential, KeepsEveryNaN) {
+  // Devices and file formats write NaN with other low bits than this processor does.
+  for (const TileOps<float>* ops : all_ops<float>()) {
+    for (const uint32_t bits : {0x7fc00000u, 0x7fffffffu, 0xffffffffu, 0x7fc00123u, 0x7f800001u}) {
+      float x = std::bit_cast<float>(bits);
+      ops->exponential(1, &x);
+      EXPECT_TRUE(std::isnan(x)) << ops->isa << " " << bits << " gave " << x;
+    }
+  }
+  for (const TileOps<double>* ops : all_ops<double>()) {
+    for (const uint64_t bits : {0x7ff8000000000000u, 0x7fffffffffffffffu, 0x7ff8000000000123u}) {
+      double x = std::bit_cast<double>(bits);
+      ops->exponential(1, &x);
+      EXPECT_TRUE(std::isnan(x)) << ops->isa << " " << bits << " gave " << x;
+    }
+  }
+}
+
 TEST(Exponential, DoesNotDependOnThePlaceInTheVector) {
   const Rng rng(8);
   for (const TileOps<float>* ops : all_ops<float>()) {
