@@ -31,6 +31,45 @@ double worst_loss_difference(const TinyResult& a, const TinyResult& b) {
   return worst;
 }
 
+/// torch's own attention and loss on one rank: shares nothing with the trainer but the decoder and the batch.
+TEST(Trainer, FirstStepEqualsAPlainComputation) {
+  const TinyData data("trainer_plain");
+  RunConfig config = tiny_config(data);
+  config.attention.pattern = pattern::PatternKind::kDense;
+  config.train.seq_len = 192;
+  config.train.global_batch_size = 3;
+  config.train.steps = 1;
+  const TinyResult result = run_tiny(config, 1, 1);
+
+  data::BatchOptions options;
+  options.sources = config.data.train;
+  options.seq_len = config.train.seq_len;
+  options.vocab_size = config.model.vocab_size;
+  options.shuffle_seed = config.data.shuffle_seed;
+  options.micro_batch = 3;
+  const data::Batch batch = data::Batches(options).batch(
+      0, 0, layout::Layout({layout::LayoutKind::kContiguous, config.train.seq_len, 1, 64, 1}), 0);
+  const model::DecoderParameters parameters =
+      model::init_parameters(config.model, config.train.seed);
+  const model::Decoder decoder(config.model, parameters);
+  const at::Tensor hidden =
+      decoder.forward(batch.ids, batch.positions,
+                      [](int64_t, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
+                        return at::scaled_dot_product_attention(
+                                   q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), {}, 0.0,
+                                   true, std::nullopt, true)
+                            .transpose(1, 2);
+                      });
+  const at::Tensor loss = at::cross_entropy_loss(
+      at::linear(hidden, decoder.head_weight()).flatten(0, 1), batch.labels.flatten());
+  loss.backward();
+  double square = 0;
+  for (const auto& p : parameters.list())
+    square += p.value.grad().to(at::kDouble).square().sum().item<double>();
+  EXPECT_NEAR(result.steps[0].loss / loss.item<double>(), 1, 1e-5);
+  EXPECT_NEAR(result.steps[0].grad_norm / std::sqrt(square), 1, 1e-4);
+}
+
 struct Split {
   const char* name;
   int ranks, ranks_per_node, dp_size;

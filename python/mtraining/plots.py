@@ -76,6 +76,9 @@ def plot_comparison(runs: dict[str, Path], example: Path, unigram: float, out: P
         if held:
             losses.plot(*zip(*held, strict=True), "o", ms=4, label=f"{name}, held-out")
     losses.axhline(unigram, color="gray", lw=0.8, label=f"byte-unigram entropy {unigram:.2f}")
+    losses.set_ylim(
+        top=min(losses.get_ylim()[1], 2 * unigram)
+    )  # the first steps would hide the rest
     losses.set(xlabel="train step", ylabel="loss, nats a byte", title="loss")
     losses.legend(fontsize=8)
     with open(example / "index.json", encoding="utf-8") as text:
