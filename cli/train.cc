@@ -14,6 +14,7 @@
 #include <filesystem>
 #include <fstream>
 #include <iostream>
+#include <memory>
 #include <optional>
 #include <string>
 #include <thread>
@@ -171,13 +172,16 @@ void print_dry_run(const train::RunConfig& config, const train::ResolvedRun& res
             << " of padding a sequence)" << std::endl;
 }
 
+/// `transport` is set as soon as there is one, so that whoever ends the process can tell the other ranks.
 int train_here(train::RunConfig config, const train::ResolvedRun& resolved,
-               const topology::LaunchEnvironment& launch) {
+               const topology::LaunchEnvironment& launch,
+               std::unique_ptr<comm::Transport>& transport) {
   struct sigaction action {};
   action.sa_handler = on_stop;
   for (const int number : {SIGTERM, SIGINT, SIGUSR1}) ::sigaction(number, &action, nullptr);
   c10::initLogging();  // heeds TORCH_CPP_LOG_LEVEL, which the launcher sets
   share_cores(launch.local_world_size.value_or(launch.world_size));
+  transport = launch.world_size == 1 ? comm::make_single() : comm::make_c10d(rendezvous(launch));
   if (launch.rank == 0) {
     std::error_code error;
     std::filesystem::create_directories(config.out, error);
@@ -187,8 +191,6 @@ int train_here(train::RunConfig config, const train::ResolvedRun& resolved,
     MT_CHECK_EXTERNAL(!file.fail(), config.out,
                       "/config.toml: cannot be written: is --out a folder that you may write?");
   }
-  const std::unique_ptr<comm::Transport> transport =
-      launch.world_size == 1 ? comm::make_single() : comm::make_c10d(rendezvous(launch));
   train::Trainer trainer(config, resolved, *transport);
   train::TrainObserver observer;
   std::optional<Progress> progress;
@@ -251,13 +253,14 @@ int run_train(int argc, char** argv) {
     return cli::launch(
         {arguments.for_children, *arguments.nproc, loaded.config.train.stop_grace_s});
   }
-  if (launch.world_size == 1) return train_here(loaded.config, resolved, launch);
+  std::unique_ptr<comm::Transport> transport;
+  if (launch.world_size == 1) return train_here(loaded.config, resolved, launch, transport);
 
   // One rank of several. Whatever fails ends this process at once: destructors could wait for peers that wait for us.
   int code = 1;
   std::string message;
   try {
-    const int result = train_here(loaded.config, resolved, launch);
+    const int result = train_here(loaded.config, resolved, launch, transport);
     std::cout << std::flush;
     return result;
   } catch (const InvalidArgument& error) {
@@ -272,6 +275,8 @@ int run_train(int argc, char** argv) {
     message = error.what();
   }
   report_error(launch.rank, code, one_line(message));
+  // Not every launcher ends the others: they may be waiting for this rank to open a communicator.
+  if (transport) transport->abort(one_line(message));
   ::_exit(code);
 }
 

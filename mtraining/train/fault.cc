@@ -46,6 +46,7 @@ void Fault::strike(std::string_view place, int64_t train_step) const {
   if (!is_at(place, train_step)) return;
   if (kind_ == "kill") ::raise(SIGKILL);
   if (kind_ == "exit") ::_exit(3);
+  if (kind_ == "stop") ::raise(SIGTERM);
   if (kind_ == "throw") {
     throw ExternalError(
         concat("rank ", rank_, ": fault injected in ", place, " of train_step ", train_step));

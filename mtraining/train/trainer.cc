@@ -86,7 +86,8 @@ struct Trainer::State {
   int64_t skipped = 0, tokens_total = 0;
   std::vector<std::vector<std::shared_ptr<const index::Index>>> last_indices;
   std::vector<std::string> warnings;
-  bool stop_agreed = false, stop_wanted = false;
+  const std::atomic<bool>* stop = nullptr;  // run()'s
+  bool stop_agreed = false;
 
   State(const RunConfig& c, const ResolvedRun& r, comm::Transport& transport)
       : config(c),
@@ -237,15 +238,18 @@ trace::StepMetrics Trainer::step(
       {data_wait_s, static_cast<double>(s.context.bytes_sent() + s.job.bytes_sent() - bytes_before),
        static_cast<double>(peak_memory_bytes()), static_cast<double>(work.size()),
        seen.mean_density(), static_cast<double>(seen.heads_dense),
-       static_cast<double>(seen.caps_hit), s.stop_wanted ? 1.0 : 0.0});
+       static_cast<double>(seen.caps_hit), s.stop != nullptr && s.stop->load() ? 1.0 : 0.0});
   bool same_events = true;
   double density = 0;
+  size_t most_events = 0;  // groups hold different samples, and so may exchange columns or not
   for (size_t r = 0; r < gathered.size(); ++r) {
     const auto& g = gathered[r];
     m.data_wait_s = std::max(m.data_wait_s, g[0]);
     m.comm_bytes += static_cast<int64_t>(g[1]);
     m.peak_memory_bytes = std::max(m.peak_memory_bytes, static_cast<int64_t>(g[2]));
-    same_events = same_events && g[3] == gathered[0][3];
+    const size_t first_of_group = r - r % static_cast<size_t>(s.resolved.cp_size);
+    same_events = same_events && g[3] == gathered[first_of_group][3];
+    most_events = std::max(most_events, static_cast<size_t>(g[3]));
     density += g[4] / static_cast<double>(gathered.size());
     if (r % s.resolved.cp_size == 0) {  // every rank of a context-parallel group has the same index
       m.heads_dense += static_cast<int64_t>(g[5]);
@@ -253,7 +257,7 @@ trace::StepMetrics Trainer::step(
     }
     s.stop_agreed = s.stop_agreed || g[7] != 0;
   }
-  MT_ASSERT(same_events, "ranks ran different numbers of ring steps");
+  MT_ASSERT(same_events, "ranks of one group ran different numbers of ring steps");
   m.attention_density = density;
   if (request.pattern.kind == pattern::PatternKind::kDense) {
     m.attention_recall = 1;
@@ -262,9 +266,10 @@ trace::StepMetrics Trainer::step(
     m.attention_recall = seen.mean_recall();
     m.attention_recall_worst = seen.recall_worst;
   }
-  if (!work.empty()) {
+  if (most_events > 0) {
     std::vector<double> flat_work;
     for (const StepWork& w : work) flat_work.insert(flat_work.end(), {w.pairs, w.seconds});
+    flat_work.resize(2 * most_events, 0);  // steps without work change no degree
     const auto all_work = s.job.gather(flat_work);
     const Imbalance pairs = imbalance_of(all_work, s.resolved.cp_size, 0);
     const Imbalance time = imbalance_of(all_work, s.resolved.cp_size, 1);
@@ -382,9 +387,9 @@ TrainResult Trainer::run(const TrainObserver& observer, const std::atomic<bool>*
   }
 
   TrainResult result;
+  s.stop = stop;
   const EvalSection& eval = s.config.eval;
   for (int64_t step = 0; step < s.resolved.steps && !s.stop_agreed; ++step) {
-    s.stop_wanted = stop != nullptr && stop->load();
     trace::StepMetrics m = this->step(step);
     const bool last = step + 1 == s.resolved.steps;
     if (s.valid_data && eval.every > 0 && (step + 1) % eval.every == 0 && !last && !s.stop_agreed) {

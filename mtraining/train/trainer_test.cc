@@ -147,6 +147,29 @@ TEST(Trainer, ContextAndDataParallelSplitsGiveOneLossAndOneGradient) {
   }
 }
 
+TEST(Trainer, DataParallelGroupsMayChooseIndicesOfDifferentKinds) {
+  const TinyData data("trainer_groups");
+  RunConfig config = tiny_config(data);
+  config.attention.columns = attention::ColumnMode::kOnce;
+  config.train.global_batch_size = 2;
+  config.train.steps = 4;
+  // Around these shares the union of a group's columns passes half of the keys with one sample and not with the next: then one
+  // group exchanges columns and the other takes them step by step.
+  for (const double p : {0.30, 0.32, 0.34, 0.36}) {
+    config.attention.options.p_vertical = p;
+    const TinyResult accumulated = run_tiny(config, 2, 2);
+    RunConfig split = config;
+    split.parallel.dp_size = 2;
+    const TinyResult parallel = run_tiny(split, 4, 2);
+    EXPECT_LT(worst_difference(accumulated, parallel), 1e-3) << p;
+    EXPECT_TRUE(parallel.ranks_agree) << p;
+    for (const auto& m : parallel.steps) {
+      EXPECT_GE(m.worker_imbalance, 1 - 1e-9) << p;
+      EXPECT_GE(m.step_imbalance, m.worker_imbalance - 1e-9) << p;
+    }
+  }
+}
+
 TEST(Trainer, UnevenLabelsWeighByTokenNotByRankOrMicroStep) {
   const TinyData data("trainer_uneven");
   // Labels only in a few places: most micro-steps and ranks have none or few.

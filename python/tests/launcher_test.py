@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import time
 from pathlib import Path
@@ -52,6 +53,38 @@ def test_a_rank_that_fails_ends_the_job_with_the_first_cause(job, place, kind):
     assert_nobody_left(job.folder)
 
 
+def test_ranks_without_a_launcher_of_ours_end_with_the_first_cause(job):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    common |= {"MASTER_PORT": str(port), "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    start = time.monotonic()
+    ranks = []
+    for rank, extra in ((0, []), (1, ["--data.train", str(job.folder / "missing")])):
+        ranks.append(
+            subprocess.Popen(
+                job.command(*extra),
+                cwd=job.folder,
+                env={**job.environment(), **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+    try:
+        errors = [process.communicate(timeout=30)[1] for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    assert time.monotonic() - start < 30
+    assert [process.returncode for process in ranks] == [1, 2]
+    # Rank 0 waits for rank 1 to open a communicator, and is told why it does not.
+    for error in errors:
+        assert error.count("\n") == 1
+        assert "missing.idx: cannot be opened" in error
+
+
 def start_long(job) -> subprocess.Popen:
     process = subprocess.Popen(
         job.command("--train.steps", "100000", nproc=2),
@@ -76,6 +109,14 @@ def test_a_stop_signal_ends_all_ranks_after_the_step(job, number):
     assert err == ""
     assert out.splitlines()[-1].startswith("stopped at train_step ")
     assert (job.out / "summary.json").exists()
+    assert_nobody_left(job.folder)
+
+
+def test_a_stop_signal_within_a_step_adds_no_step(job):
+    fault = "rank=1,step=3,at=forward,kind=stop"
+    result = job.run("--train.steps", "500", nproc=2, env={"MTRAINING_FAULT": fault}, timeout=30)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines()[-1].startswith("stopped at train_step 3;")
     assert_nobody_left(job.folder)
 
 
