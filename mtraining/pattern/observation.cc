@@ -153,7 +153,7 @@ void Observation::check_values() {
             "q: expected finite values below 2^50, got NaN, inf or a larger one at sample ", b,
             ", head ", h, ", position ", positions_[r]);
   // Keys differ from rank to rank: the first fault of all ranks is agreed on before anyone throws.
-  int64_t fault = 0;  // 1 + N * sample + position, negated so that the maximum is the first one
+  int64_t fault = 0;  // 2^63-1 - (N * sample + position): the maximum over ranks is the first one
   for (int64_t b = 0; b < local_.batch && fault == 0; ++b) {
     for (int64_t t = 0; t < layout.tokens_per_rank() && fault == 0; ++t) {
       const int64_t position =
