@@ -170,7 +170,6 @@ void forward_range(const ForwardParams& p, int first, int last, bool write, int 
   args.num_q_blocks = static_cast<int32_t>((p.num_queries + kBlock - 1) / kBlock);
   args.group_rows =
       keys_bytes(p, first, last) > kGroupAboveBytes ? args.heads_per_kv_head : args.num_rows;
-  args.num_items = static_cast<int32_t>(rows * ((args.num_q_blocks + 1) / 2));
   args.seq_len = static_cast<int32_t>(p.seq_len);
   args.position_stride = static_cast<int32_t>(p.position_stride);
   args.q_block_starts = p.q_block_starts;

@@ -44,7 +44,6 @@ struct ForwardArgs {
   int32_t num_heads, heads_per_kv_head;
   int32_t num_rows;  // batch * heads
   int32_t num_queries, num_q_blocks;
-  int32_t num_items;      // num_rows * pairs of query blocks
   int32_t group_rows;     // rows whose items are queued together
   int32_t gathered_rows;  // a head
   int32_t q_head_step, q_batch_step;

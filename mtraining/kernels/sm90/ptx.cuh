@@ -41,6 +41,7 @@ __device__ __forceinline__ int32_t load_shared_s32(uint32_t address) {
 __device__ __forceinline__ void store_shared_s32(uint32_t address, int32_t value) {
   asm volatile("st.shared.s32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
 }
+
 /// Four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.
 __device__ __forceinline__ void ldmatrix_x4(uint32_t address, uint32_t (&r)[4]) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -74,8 +75,8 @@ __device__ __forceinline__ bool mbarrier_try_wait(uint32_t barrier, uint32_t par
       : "memory");
   return done != 0;
 }
-/// The same without suspending the thread.
-__device__ __forceinline__ bool mbarrier_test_wait(uint32_t barrier, uint32_t parity) {
+/// 1 where the phase of this parity has completed; does not suspend the thread.
+__device__ __forceinline__ uint32_t mbarrier_test_wait(uint32_t barrier, uint32_t parity) {
   uint32_t done;
   asm volatile(
       "{\n.reg .pred p;\nmbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.b32 %0, 1, "
@@ -83,7 +84,7 @@ __device__ __forceinline__ bool mbarrier_test_wait(uint32_t barrier, uint32_t pa
       : "=r"(done)
       : "r"(barrier), "r"(parity)
       : "memory");
-  return done != 0;
+  return done;
 }
 /// Waits until the phase of this parity has completed.
 __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity) {
@@ -127,12 +128,6 @@ __device__ __forceinline__ void registers_increase() {
 template <int kRegisters>
 __device__ __forceinline__ void registers_decrease() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
-}
-__device__ __forceinline__ void named_barrier_sync(int id, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-__device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
 // ---- arithmetic ----

@@ -1,0 +1,93 @@
+// Shared memory of the forward kernel and what producer and consumers tell each other through it.
+//
+// In:   head_dim. Out: offsets, notes, ring positions. Next: forward_producer.cuh, forward_consumer.cuh.
+#pragma once
+
+#include <cstdint>
+
+namespace mtraining::kernels::sm90 {
+
+// A warp arrives at a barrier once, its first lane for all after __syncwarp(). compute-sanitizer racecheck does not follow that
+// order from lane to lane: with MT_SM90_RACECHECK every lane arrives for itself, and the tool sees the same order.
+#ifdef MT_SM90_RACECHECK
+inline constexpr int kArrivals = 32;
+#else
+inline constexpr int kArrivals = 1;
+#endif
+
+template <int kD>
+struct ForwardShape {
+  static constexpr int kGroups = 2;  // consumer warpgroups, one query block each
+  static constexpr int kStages = kD == 128 ? 6 : 12;
+  static constexpr int kTileBytes = 64 * kD * 2;  // [D / 64][64 rows][64 of D], 128-byte swizzle
+  static constexpr int kQ = kStages * 2 * kTileBytes;
+  static constexpr int kNotes = kQ + kGroups * kTileBytes;
+  static constexpr int kPositions = kNotes + kStages * kGroups * 16;
+  static constexpr int kItems = kPositions + kStages * 256;
+  static constexpr int kBarriers = kItems + kGroups * 16;
+  static constexpr int kBytes = kBarriers + 2 * (kStages + kGroups) * 8;
+  static constexpr int kConsumerWarps = 4 * kGroups;
+  static constexpr int kThreads =
+      32 * kConsumerWarps + 128;  // the producer is one warp of a warpgroup
+  static constexpr int kConsumerRegisters = 232,
+                       kProducerRegisters = 40;  // of 65536 / kThreads each at launch
+
+  // Addresses from that of the whole.
+  static __device__ __forceinline__ uint32_t keys(uint32_t base, uint32_t slot) {
+    return base + slot * 2 * kTileBytes;
+  }
+  static __device__ __forceinline__ uint32_t values(uint32_t base, uint32_t slot) {
+    return base + (slot * 2 + 1) * kTileBytes;
+  }
+  static __device__ __forceinline__ uint32_t queries(uint32_t base, uint32_t group) {
+    return base + kQ + group * kTileBytes;
+  }
+  static __device__ __forceinline__ uint32_t note(uint32_t base, uint32_t slot, uint32_t group) {
+    return base + kNotes + (slot * kGroups + group) * 16;
+  }
+  static __device__ __forceinline__ uint32_t positions(uint32_t base, uint32_t slot) {
+    return base + kPositions + slot * 256;
+  }
+  static __device__ __forceinline__ uint32_t item(uint32_t base, uint32_t group) {
+    return base + kItems + group * 16;
+  }
+  // Barriers: a stage is loaded; a stage is done with (every consumer warp); a group's queries are loaded; done with.
+  static __device__ __forceinline__ uint32_t full(uint32_t base, uint32_t slot) {
+    return base + kBarriers + slot * 8;
+  }
+  static __device__ __forceinline__ uint32_t empty(uint32_t base, uint32_t slot) {
+    return base + kBarriers + (kStages + slot) * 8;
+  }
+  static __device__ __forceinline__ uint32_t q_full(uint32_t base, uint32_t group) {
+    return base + kBarriers + (2 * kStages + group) * 8;
+  }
+  static __device__ __forceinline__ uint32_t q_empty(uint32_t base, uint32_t group) {
+    return base + kBarriers + (2 * kStages + kGroups + group) * 8;
+  }
+};
+
+// A stage's note for one group: {flags, position of the first key, 64 bits of keys that count}.
+inline constexpr uint32_t kNeeded = 1;    // this group uses the stage
+inline constexpr uint32_t kMaskBits = 2;  // only the keys whose bit is set count
+inline constexpr uint32_t kMaskEach = 4;  // also compare positions pair by pair
+inline constexpr uint32_t kColumns = 8;   // key positions are in the stage's list
+inline constexpr uint32_t kEnd = 16;      // no stage: the item is complete
+inline constexpr int kFlagBits = 5;
+inline constexpr uint32_t kNoSlot = ~0u;
+// A group's item: {row, query block}; this row: there are no more.
+inline constexpr uint32_t kNoRow = ~0u;
+
+/// The next stage: how many came before it, its slot, the parity its barriers complete with.
+template <int kStages>
+struct RingCursor {
+  uint32_t index = 0, slot = 0, parity = 0;
+  __device__ __forceinline__ void advance() {
+    ++index;
+    if (++slot == kStages) {
+      slot = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+}  // namespace mtraining::kernels::sm90
