@@ -175,6 +175,33 @@ TEST(SparseRingAttention, VerticalSlashOverRanksEqualsTheOracleOfItsOwnIndex) {
   }
 }
 
+TEST(SparseRingAttention, LayersKeepTheirOwnIndex) {
+  // Two forwards, then both backwards, as two layers make them.
+  const RingProblem first({.seq_len = 300, .seed = 1}), second({.seq_len = 300, .seed = 2});
+  comm::run_loopback(2, [&](comm::Transport& transport) {
+    testing::use_one_thread();
+    RingContext context(ring_options(1, 2, LayoutKind::kBlockStriped, 64, 300), transport);
+    std::vector<RankInputs> inputs;
+    std::vector<testing::RankResult> expected;
+    std::vector<AttentionOutput> outputs;
+    for (const RingProblem* problem : {&first, &second}) {
+      expected.push_back(testing::run_rank(context, *problem));
+      inputs.push_back(rank_inputs(*problem, context.layout(), context.cp_rank()));
+      require_grad(inputs.back());
+      AttentionCall call;
+      call.index = shared(problem->index());
+      outputs.push_back(
+          sparse_ring_attention(context, inputs.back().q, inputs.back().k, inputs.back().v, call));
+    }
+    for (int layer : {1, 0}) {
+      const auto got = gradients(outputs[layer].out, inputs[layer].dout, inputs[layer]);
+      EXPECT_TRUE(at::equal(got[0], expected[layer].backward.dq));
+      EXPECT_TRUE(at::equal(got[1], expected[layer].backward.dk));
+      EXPECT_TRUE(at::equal(got[2], expected[layer].backward.dv));
+    }
+  });
+}
+
 TEST(SparseRingAttention, DensePatternEqualsTheOracleAndSharesOneIndex) {
   const RingProblem problem({.seq_len = 300, .choice = Choice::kDense});
   testing::Solution whole = empty_solution(problem);

@@ -28,11 +28,6 @@ class Digest {
   uint64_t value_ = 0xcbf29ce484222325u;
 };
 
-int64_t bytes_of(const index::StepBlocks& blocks) {
-  return static_cast<int64_t>(blocks.entries.size() * sizeof(kernels::Entry) +
-                              blocks.num_entries.size() * 4 + blocks.row_begin.size() * 8 +
-                              blocks.key_blocks.size() * 4);
-}
 int64_t bytes_of(const index::StepColumns& columns) {
   return static_cast<int64_t>(
       (columns.rows.size() + columns.positions.size() + columns.counts.size()) * 4);
@@ -46,8 +41,6 @@ IndexPlan::IndexPlan(std::shared_ptr<const index::Index> index, const layout::La
   const auto ranks = static_cast<size_t>(layout.cp_size());
   blocks_.resize(ranks);
   step_columns_.resize(ranks);
-  block_pairs_.assign(ranks, -1);
-  column_pairs_.assign(ranks, -1);
   for (int64_t r = 0; r < index_->columns.rows && !has_columns_; ++r)
     has_columns_ = index_->columns.counts[r] > 0;
 }
@@ -103,31 +96,23 @@ bool IndexPlan::union_too_large(int num_kv_heads) {
 }
 
 int64_t IndexPlan::block_pairs(int source_rank) {
-  int64_t& pairs = block_pairs_[source_rank];
-  if (pairs < 0) {
-    pairs = 0;
-    for (int64_t r = 0; r < index_->diagonals.rows; ++r) {
-      pairs += index::step_pairs(*index_, layout_, cp_rank_, source_rank, r, false);
-    }
-  }
-  return pairs;
+  if (block_pairs_.empty())
+    block_pairs_ = index::rank_step_pairs(*index_, layout_, cp_rank_, false);
+  return block_pairs_[source_rank];
 }
 
 int64_t IndexPlan::column_pairs(int source_rank) {
   if (!has_columns_) return 0;
-  int64_t& pairs = column_pairs_[source_rank];
-  if (pairs < 0) {
-    pairs = -block_pairs(source_rank);
-    for (int64_t r = 0; r < index_->diagonals.rows; ++r) {
-      pairs += index::step_pairs(*index_, layout_, cp_rank_, source_rank, r, true);
-    }
+  if (column_pairs_.empty()) {
+    column_pairs_ = index::rank_step_pairs(*index_, layout_, cp_rank_, true);
+    for (int r = 0; r < layout_.cp_size(); ++r) column_pairs_[r] -= block_pairs(r);
   }
-  return pairs;
+  return column_pairs_[source_rank];
 }
 
 int64_t IndexPlan::bytes() const {
   int64_t bytes = 0;
-  for (const auto& blocks : blocks_) bytes += blocks ? bytes_of(*blocks) : 0;
+  for (const auto& blocks : blocks_) bytes += blocks ? blocks->bytes() : 0;
   for (const auto& columns : step_columns_) bytes += columns ? bytes_of(*columns) : 0;
   if (bitmap_) bytes += static_cast<int64_t>(bitmap_->bits.size() * 8);
   if (column_plan_) {

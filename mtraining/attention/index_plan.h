@@ -35,7 +35,7 @@ class IndexPlan {
   /// columns = "once" would move more than K and V themselves.
   bool union_too_large(int num_kv_heads);
 
-  /// (query, key) pairs, all heads: of a source's blocks, and of all columns of all sources or of one.
+  /// (query, key) pairs, all heads: of a source's blocks, and of the columns that live in its shard.
   int64_t block_pairs(int source_rank);
   int64_t column_pairs(int source_rank);
 
@@ -55,7 +55,7 @@ class IndexPlan {
   int64_t plan_max_rows_ = 0;
   std::optional<bool> union_too_large_;
   int union_kv_heads_ = 0;
-  std::vector<int64_t> block_pairs_, column_pairs_;  // -1: not counted yet
+  std::vector<int64_t> block_pairs_, column_pairs_;  // by source rank; empty: not counted yet
 };
 
 /// Plans by index object: a layer's forward, recomputation and backward pass the same index and find its plan. Forgets plans

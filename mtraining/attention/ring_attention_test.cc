@@ -9,6 +9,7 @@
 
 #include "mtraining/attention/ring_case.h"
 #include "mtraining/base/check.h"
+#include "mtraining/index/step_pairs.h"
 
 namespace mtraining::attention {
 namespace {
@@ -296,6 +297,26 @@ TEST(RingAttention, CountedBytesAreTheSchedulesTraffic) {
   }
 }
 
+TEST(RingAttention, ResultsOutliveTheNextCall) {
+  // float32 results need no conversion; they must still be no views of the shared buffers.
+  for (Precision precision : {Precision::kFloat32, Precision::kBFloat16}) {
+    const RingProblem problem({.seq_len = 500, .precision = precision});
+    const RingProblem other({.seq_len = 500, .precision = precision, .seed = 2});
+    const RingOptions options = ring_options(2, 2, LayoutKind::kBlockStriped, 64, 500);
+    run_ring(problem, options,
+             [&](RingContext& context, const RankInputs&, const RankResult& kept) {
+               const std::vector<at::Tensor> tensors = {kept.forward.out, kept.forward.lse,
+                                                        kept.backward.dq, kept.backward.dk,
+                                                        kept.backward.dv};
+               std::vector<at::Tensor> copies;
+               for (const at::Tensor& t : tensors) copies.push_back(t.clone());
+               run_rank(context, other);
+               for (size_t i = 0; i < tensors.size(); ++i)
+                 EXPECT_TRUE(at::equal(tensors[i], copies[i])) << i;
+             });
+  }
+}
+
 TEST(RingAttention, AnyStridesGiveTheSameBits) {
   const RingProblem problem({.seq_len = 300});
   const RingOptions options = ring_options(1, 2, LayoutKind::kBlockStriped, 64, 300);
@@ -365,11 +386,26 @@ TEST(RingAttention, TheObserverSeesEveryLaunchAndAllPairs) {
       RingContext context(options, transport);
       int launches = 0, column_launches = 0;
       int64_t seen = 0, last_end = 0;
+      std::vector<int> source_of_step;
+      for (const ring::Op& op :
+           ring::forward_schedule(
+               {.topology = options.topology, .ring = options.ring, .inner = options.inner},
+               context.cp_rank())
+               .ops) {
+        if (op.kind == ring::OpKind::kLaunch) source_of_step.push_back(op.sources[0].source_rank);
+      }
       context.set_observer([&](const StepTiming& step) {
         const std::string what = step.what;
         EXPECT_LE(step.begin_us, step.end_us);
         if (what == "forward") {
           EXPECT_EQ(step.ring_step, launches++);
+          int64_t expected = 0;
+          for (int64_t row = 0; row < 4; ++row) {
+            expected += index::step_pairs(problem.index(), context.layout(), context.cp_rank(),
+                                          source_of_step.at(step.ring_step), row,
+                                          columns == ColumnMode::kPerStep);
+          }
+          EXPECT_EQ(step.pairs, expected);
         }
         column_launches += what == "columns";
         if (what != "wait") {
@@ -386,6 +422,25 @@ TEST(RingAttention, TheObserverSeesEveryLaunchAndAllPairs) {
       pairs += seen;
     });
     EXPECT_EQ(pairs, whole);
+  }
+}
+
+TEST(RingAttention, AUnionOfColumnsLargerThanHalfOfTheKeysIsTakenStepByStep) {
+  for (Choice choice : {Choice::kMany, Choice::kSparse}) {
+    const RingProblem problem({.seq_len = 500, .choice = choice});
+    std::mutex mutex;
+    int column_launches = 0;
+    comm::run_loopback(2, [&](comm::Transport& transport) {
+      testing::use_one_thread();
+      RingContext context(ring_options(1, 2, LayoutKind::kBlockStriped, 64, 500), transport);
+      context.set_observer([&](const StepTiming& step) {
+        std::unique_lock lock(mutex);
+        column_launches += std::string(step.what) == "columns";
+      });
+      run_rank(context, problem);
+    });
+    // Forward and backward on two ranks, or none.
+    EXPECT_EQ(column_launches, choice == Choice::kMany ? 0 : 4);
   }
 }
 
@@ -407,6 +462,15 @@ TEST(RingContext, TwoGroupsOfAJobWorkSideBySide) {
   });
   EXPECT_EQ(compare_with_truth(whole[0], first).fault, "");
   EXPECT_EQ(compare_with_truth(whole[1], second).fault, "");
+}
+
+TEST(RingContext, ResiduesAreNumberedOverNodesUnderAHierarchicalRingAlone) {
+  comm::run_loopback(4, [](comm::Transport& transport) {
+    RingOptions options = ring_options(2, 2, LayoutKind::kBlockStriped, 64, 500);
+    EXPECT_EQ(RingContext(options, transport).layout().residue(1), 2);  // local rank 1 of node 0
+    options.ring = kFlat;
+    EXPECT_EQ(RingContext(options, transport).layout().residue(1), 1);
+  });
 }
 
 TEST(RingContext, RefusesOptionsThatContradictThemselves) {

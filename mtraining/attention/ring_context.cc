@@ -174,7 +174,8 @@ RingContext::State::State(const RingOptions& given, comm::Transport& transport,
       return transport.open(concat("attention ", name), ranks);
     };
     const std::vector<int> all = all_ranks(layout.cp_size());
-    if (auto opened = open("index", all)) index_group = opened;
+    // pattern/ works in host memory.
+    if (auto opened = transport.open_host("attention index", group)) index_group = opened;
     if (auto opened = open("columns", all)) columns_group = opened;
     if (auto opened = transport.open_host("attention calls", group)) agreement_group = opened;
     for (const ChannelGroups& channel : channel_groups(options)) {

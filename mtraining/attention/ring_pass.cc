@@ -4,14 +4,6 @@
 #include "mtraining/base/check.h"
 
 namespace mtraining::attention {
-namespace {
-
-bool carries_gradients(ring::Channel channel) {
-  return channel == ring::Channel::kFlatGrad || channel == ring::Channel::kInnerGrad ||
-         channel == ring::Channel::kOuterGrad;
-}
-
-}  // namespace
 
 void RingPass::run(const Launch& launch) {
   std::vector<int> visits(static_cast<size_t>(state_.layout.cp_size()), 0);
@@ -52,7 +44,7 @@ void RingPass::exchange(const ring::Op& op) {
             from = state_.group_rank(op.channel, op.from);
   std::vector<comm::ConstBuffer> send;
   std::vector<comm::Buffer> recv;
-  if (carries_gradients(op.channel)) {
+  if (!ring::is_kv(op.channel)) {
     pack_grad(op.send_slot);
     send = {bytes_of(slots_.wire_dk(op.send_slot)), bytes_of(slots_.wire_dv(op.send_slot))};
     recv = {writable_bytes_of(slots_.wire_dk(op.recv_slot)),

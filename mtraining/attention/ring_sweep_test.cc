@@ -9,6 +9,7 @@
 
 #include "mtraining/attention/ring_case.h"
 #include "mtraining/base/check.h"
+#include "mtraining/testing/random.h"
 
 namespace mtraining::attention {
 namespace {
@@ -126,11 +127,21 @@ const RingProblem& problem_of(const ProblemOptions& options) {
 
 TEST(RingAttentionSweep, EqualsTheOracleForEveryPairOfOptions) {
   const std::vector<ProblemOptions> all = problems();
-  const std::vector<std::vector<int>> rows =
-      pairwise_rows({static_cast<int>(kGrids.size()), static_cast<int>(all.size()),
-                     static_cast<int>(kLayouts.size()), static_cast<int>(kColumns.size()),
-                     3 /* prefetch */, 2 /* inner */, 2 /* stride */});
+  const std::vector<int> sizes = {static_cast<int>(kGrids.size()),
+                                  static_cast<int>(all.size()),
+                                  static_cast<int>(kLayouts.size()),
+                                  static_cast<int>(kColumns.size()),
+                                  3,   // prefetch_steps
+                                  2,   // inner
+                                  2};  // ring_stride
+  std::vector<std::vector<int>> rows = pairwise_rows(sizes);
   ASSERT_GE(rows.size(), kGrids.size() * all.size());
+  // And as many again at random: three and more options meet.
+  mtraining::testing::Random random(7);
+  for (size_t i = 0, pairs = rows.size(); i < pairs; ++i) {
+    std::vector<int>& row = rows.emplace_back();
+    for (int size : sizes) row.push_back(static_cast<int>(random.below(size)));
+  }
   for (const std::vector<int>& row : rows) {
     const Grid& grid = kGrids[row[0]];
     ProblemOptions problem_options = all[row[1]];

@@ -160,6 +160,20 @@ TEST(Loopback, RanksThatWaitForOneAnotherFailAtOnceAndSayForWhat) {
   EXPECT_LT(seconds_since(start), 5);
 }
 
+TEST(Loopback, RanksThatWaitInDifferentCommunicatorsFailAtOnce) {
+  const auto start = steady_clock::now();
+  const std::string text = error_of([] {
+    run_loopback(2, [](Transport& transport) {
+      CommunicatorPtr kv = transport.open("kv", all_ranks(transport));
+      CommunicatorPtr grad = transport.open("grad", all_ranks(transport));
+      (transport.rank() == 0 ? kv : grad)->barrier();
+    });
+  });
+  EXPECT_NE(text.find("rank 0 is in communicator 'kv', barrier()"), std::string::npos) << text;
+  EXPECT_NE(text.find("rank 1 is in communicator 'grad', barrier()"), std::string::npos) << text;
+  EXPECT_LT(seconds_since(start), 5);
+}
+
 TEST(Loopback, TimesOutWhereAPeerIsBusyElsewhere) {
   const auto start = steady_clock::now();
   const std::string text = error_of([] {
