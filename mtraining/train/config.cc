@@ -13,7 +13,11 @@ void at_least(const char* key, int64_t value, int64_t least) {
 
 void check_attention(const RunConfig& config) {
   const AttentionSection& a = config.attention;
-  pattern::check(a.options);
+  try {
+    pattern::check(a.options);
+  } catch (const InvalidArgument& error) {  // pattern/ knows its keys and not their section
+    throw InvalidArgument(concat("attention.", error.what()));
+  }
   at_least("attention.dense_steps", a.dense_steps, 0);
   MT_CHECK_ARG(a.stripe >= layout::kBlock && a.stripe % layout::kBlock == 0,
                "attention.stripe: expected a multiple of ", layout::kBlock, ", got ", a.stripe);

@@ -15,7 +15,7 @@ std::vector<int> all_ranks(int size) {
 }  // namespace
 
 Job::Job(comm::Transport& transport, int cp_size) : transport_(transport), cp_size_(cp_size) {
-  metrics_ = transport.open("metrics", all_ranks(transport.size()));
+  metrics_ = transport.open_host("metrics", all_ranks(transport.size()));
   gradients_ = transport.open("gradients", all_ranks(transport.size()));
 }
 
