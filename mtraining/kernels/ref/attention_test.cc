@@ -167,14 +167,17 @@ TEST(Attention, EqualsTheOracleForEmptyFullAndColumnOnlyLists) {
   }
 }
 
+// One kv head and twenty tiles a query block: backward is cut into several key ranges, whose parts
+// of dq must arrive in order.
 TEST(Attention, GivesTheSameBitsForEveryThreadCount) {
   for (const int64_t kv_heads : {1, 4}) {
-    LaunchOptions options = options_of(1100, LayoutKind::kBlockStriped, 2);
+    LaunchOptions options = options_of(2500, LayoutKind::kBlockStriped, 2, 128);
     options.num_kv_heads = kv_heads;
-    options.chosen_diagonals = 0.8;
-    options.layout.stripe = 128;
+    options.head_dim = 16;
+    options.chosen_diagonals = 0.9;
+    options.columns = kv_heads == 1 ? Columns::kPerStep : Columns::kGathered;
     Solution first;
-    for (const int threads : {1, 2, 3, 7}) {
+    for (const int threads : {1, 2, 3, 7, 3}) {
       const ThreadCountScope scope(threads);
       LaunchCase launch(options);
       const Solution got = launch.run();
