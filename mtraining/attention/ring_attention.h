@@ -28,8 +28,8 @@ enum class ColumnMode { kOnce, kPerStep };             // columns = "once" | "pe
 enum class GradientTransport { kFloat32, kBFloat16 };  // gradient_transport = "fp32" | "bf16"
 
 struct RingOptions {
-  layout::LayoutOptions
-      layout;  ///< seq_len, cp_size, kind, stripe; nodes is set here from ring and topology
+  /// seq_len, cp_size, kind, stripe; `nodes` is set by RingContext from ring and topology.
+  layout::LayoutOptions layout;
   topology::Topology topology;
   ring::RingKind ring = ring::RingKind::kHierarchical;
   ring::InnerKind inner = ring::InnerKind::kGather;

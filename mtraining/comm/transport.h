@@ -40,9 +40,9 @@ struct Buffer {
 };
 
 struct Counters {
-  int64_t bytes_sent =
-      0;  ///< payload this rank sent: exchange send bytes; all-gather (size-1) x part; reduce-scatter likewise;
-          ///< all-reduce 2 (size-1)/size x bytes; broadcast as root (size-1) x bytes
+  /// Payload this rank sent: exchange send bytes (0 to itself); all-gather (size-1) x part; reduce-scatter likewise;
+  /// all-reduce 2 (size-1)/size x bytes; broadcast as root (size-1) x bytes.
+  int64_t bytes_sent = 0;
   int64_t calls = 0;
 };
 
