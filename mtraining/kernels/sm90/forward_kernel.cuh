@@ -57,9 +57,10 @@ cudaError_t launch_forward(const ForwardArgs& args, int num_sms, cudaStream_t st
     ready.fetch_or(uint64_t{1} << (device & 63), std::memory_order_release);
   }
   const int items = args.num_rows * ((args.num_q_blocks + Shape::kGroups - 1) / Shape::kGroups);
-  forward_kernel<
-      Element,
-      kD> < <<items<num_sms ? items : num_sms, Shape::kThreads, Shape::kBytes, stream>>>(args);
+  const int blocks = items < num_sms ? items : num_sms;
+  // clang-format off
+  forward_kernel<Element, kD><<<blocks, Shape::kThreads, Shape::kBytes, stream>>>(args);
+  // clang-format on
   return cudaGetLastError();
 }
 
