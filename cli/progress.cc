@@ -41,7 +41,7 @@ void Progress::preflight(const train::Preflight& p) {
 
 void Progress::step(const trace::StepMetrics& m, int64_t total_steps) {
   const auto now = std::chrono::steady_clock::now();
-  mean_loss_ = m.train_step == 1 ? m.loss : 0.9 * mean_loss_ + 0.1 * m.loss;
+  mean_loss_ = m.train_step == 1 ? m.loss : 0.7 * mean_loss_ + 0.3 * m.loss;
   const double elapsed = std::chrono::duration<double>(now - start_).count();
   const double left =
       elapsed / static_cast<double>(m.train_step) * static_cast<double>(total_steps - m.train_step);
