@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
 #include <cmath>
 
 #include "mtraining/base/check.h"
@@ -47,7 +48,13 @@ void AdamW::step(double lr) {
 }
 
 double global_norm(const at::Tensor& flat) {
-  return std::sqrt(flat.to(at::kDouble).square().sum().item<double>());
+  constexpr int64_t kChunk = int64_t{1} << 22;  // bounds the float64 copy
+  double squares = 0;
+  for (int64_t begin = 0; begin < flat.numel(); begin += kChunk) {
+    const at::Tensor part = flat.slice(0, begin, std::min(begin + kChunk, flat.numel()));
+    squares += part.to(at::kDouble).square_().sum().item<double>();
+  }
+  return std::sqrt(squares);
 }
 
 void clip_by_norm(at::Tensor& flat, double norm, double clip_norm) {

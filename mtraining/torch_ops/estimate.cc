@@ -108,10 +108,12 @@ std::tuple<at::Tensor, at::Tensor> measure_recall(const at::Tensor& q, const at:
                                                   const IndexTensors& index,
                                                   const at::Tensor& document_starts,
                                                   double softmax_scale, int64_t last_q,
-                                                  int64_t rows, int64_t seed) {
+                                                  std::string_view window, int64_t rows,
+                                                  int64_t seed) {
   const WholeSequence whole(q, k, document_starts, softmax_scale);
   pattern::VerticalSlashOptions options;
   options.last_q = checked_int("last_q", last_q);
+  options.window = pattern::parse_window(window);
   options.recall_rows = checked_int("recall_rows", rows);
   const pattern::Recall recall =
       pattern::measure_recall(whole.local, options, from_tensors(index, q.size(1)), *whole.group,

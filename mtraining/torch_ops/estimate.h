@@ -37,7 +37,8 @@ std::tuple<at::Tensor, at::Tensor> measure_recall(const at::Tensor& q, const at:
                                                   const IndexTensors& index,
                                                   const at::Tensor& document_starts,
                                                   double softmax_scale, int64_t last_q,
-                                                  int64_t rows, int64_t seed);
+                                                  std::string_view window, int64_t rows,
+                                                  int64_t seed);
 /// bool [B, H, S, S]. Cost: B H S^2 bytes.
 at::Tensor index_mask(const IndexTensors& index, const at::Tensor& document_starts,
                       int64_t seq_len);

@@ -105,10 +105,10 @@ BuiltIndex build_index_cpu(const Tensor& q, const Tensor& k, const MaybeTensor& 
 Recalled recall_cpu(const Tensor& q, const Tensor& k, const Tensor& diagonals,
                     const Tensor& num_diagonals, const Tensor& columns, const Tensor& num_columns,
                     const MaybeTensor& document_starts, double softmax_scale, int64_t last_q,
-                    int64_t rows, int64_t seed) {
+                    std::string_view window, int64_t rows, int64_t seed) {
   return in_python_terms([&] {
     return measure_recall(q, k, {diagonals, num_diagonals, columns, num_columns, {}, {}},
-                          or_undefined(document_starts), softmax_scale, last_q, rows, seed);
+                          or_undefined(document_starts), softmax_scale, last_q, window, rows, seed);
   });
 }
 
@@ -179,7 +179,8 @@ BuiltIndex build_index_meta(const Tensor& q, const Tensor&, const MaybeTensor& d
 }
 
 Recalled recall_meta(const Tensor& q, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
-                     const Tensor&, const MaybeTensor&, double, int64_t, int64_t, int64_t) {
+                     const Tensor&, const MaybeTensor&, double, int64_t, std::string_view,
+                     int64_t, int64_t) {
   const auto by_head = [&] {
     return at::empty_symint({q.sym_size(0), q.sym_size(2)}, q.options().dtype(at::kDouble));
   };
@@ -385,7 +386,7 @@ TORCH_LIBRARY(mtraining, m) {
       kIndexLists +
       ", Tensor? document_starts, float softmax_scale) -> (Tensor dq, Tensor dk, Tensor dv)");
   define("recall(Tensor q, Tensor k, " + kIndexLists +
-         ", Tensor? document_starts, float softmax_scale, int last_q, int rows, int seed) -> "
+         ", Tensor? document_starts, float softmax_scale, int last_q, str window, int rows, int seed) -> "
          "(Tensor window, Tensor sampled)");
   define("index_mask(" + kIndexLists + ", Tensor? document_starts, SymInt seq_len) -> Tensor");
   define("index_pairs(" + kIndexLists + ", SymInt seq_len) -> Tensor");

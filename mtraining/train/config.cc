@@ -7,6 +7,10 @@
 namespace mtraining::train {
 namespace {
 
+// Counts that are multiplied with each other stay far from 2^63.
+void at_most(const char* key, int64_t value, int64_t most) {
+  MT_CHECK_ARG(value <= most, key, ": expected at most ", most, ", got ", value);
+}
 void at_least(const char* key, int64_t value, int64_t least) {
   MT_CHECK_ARG(value >= least, key, ": expected at least ", least, ", got ", value);
 }
@@ -49,6 +53,9 @@ ResolvedRun resolve(RunConfig& config, const topology::LaunchEnvironment& launch
   at_least("train.seq_len", train.seq_len, 1);
   at_least("train.global_batch_size", train.global_batch_size, 1);
   at_least("train.micro_batch_size", train.micro_batch_size, 1);
+  at_most("train.seq_len", train.seq_len, (int64_t{1} << 31) - 1);  // positions are int32
+  at_most("train.global_batch_size", train.global_batch_size, int64_t{1} << 31);
+  at_most("train.micro_batch_size", train.micro_batch_size, int64_t{1} << 31);
   at_least("train.loss_chunk", train.loss_chunk, 1);
   at_least("train.recall_every", train.recall_every, 0);
   MT_CHECK_ARG(train.stop_grace_s > 0, "train.stop_grace_s: expected more than 0, got ",

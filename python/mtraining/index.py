@@ -31,6 +31,7 @@ class Index:
     document_starts: torch.Tensor | None = None
     softmax_scale: float = 0.0
     last_q: int = 64
+    window: str = "last"
 
     def lists(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """diagonals, num_diagonals, columns, num_columns: what operators take."""
@@ -72,6 +73,7 @@ class Index:
             self.document_starts,
             self.softmax_scale,
             self.last_q,
+            self.window,
             rows,
             seed,
         )

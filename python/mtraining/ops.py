@@ -39,7 +39,7 @@ def build_index(
     if isinstance(pattern, Dense):
         return _dense_index(q, documents, scale)
     lists = ops.build_index(q, k, documents, scale, *pattern.arguments())
-    return Index(q.shape[1], *lists, documents, scale, pattern.last_q)
+    return Index(q.shape[1], *lists, documents, scale, pattern.last_q, pattern.window)
 
 
 def attend(

@@ -172,8 +172,8 @@ def ring_attention(
     if not (return_lse or return_index):
         return out
     if return_index and index is None:
-        last_q = getattr(pattern, "last_q", 64)
-        index = Index(seq_len, *used, documents, scale, last_q)
+        observed = () if isinstance(pattern, Dense) else (pattern.last_q, pattern.window)
+        index = Index(seq_len, *used, documents, scale, *observed)
     return (out, *([lse] if return_lse else []), *([index] if return_index else []))
 
 

@@ -235,6 +235,17 @@ def test_recall_is_the_covered_share_of_dense_attention():
     assert index.window_recall(q, k) >= 0.3
 
 
+def test_window_recall_looks_at_the_rows_that_the_index_was_chosen_from():
+    q, k, _ = structured(1, 700, 2, 1, 64)
+    pattern = mtraining.VerticalSlash(
+        p_vertical=0.6, p_slash=0.6, window="strided", sink_tokens=0, local_blocks=1
+    )
+    strided = mtraining.build_index(q, k, pattern=pattern)
+    assert strided.window_recall(q, k) >= 0.6
+    last = dataclasses.replace(strided, window="last")
+    assert last.window_recall(q, k) != pytest.approx(strided.window_recall(q, k), abs=1e-3)
+
+
 def test_forced_parts_and_caps():
     q, k, _ = structured(1, 1000, 2, 2, 64)
     pattern = dataclasses.replace(

@@ -30,7 +30,7 @@ def samples(name):
             continue
         lists = mtraining.build_index(q, k, pattern=pattern, document_starts=starts).lists()
         if name == "recall":
-            yield (q, k, *lists, starts, 0.0, 64, 8, 1)
+            yield (q, k, *lists, starts, 0.0, 64, "last", 8, 1)
         elif name == "index_mask":
             yield (*lists, starts, 100)
         elif name == "index_pairs":
