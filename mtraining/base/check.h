@@ -53,8 +53,8 @@ std::string concat(const Args&... args) {
 
 }  // namespace mtraining
 
-#define MT_CHECK_ARG(condition, ...)                                                   \
-  do {                                                                                 \
+#define MT_CHECK_ARG(condition, ...)                                                        \
+  do {                                                                                      \
     if (!(condition)) throw ::mtraining::InvalidArgument(::mtraining::concat(__VA_ARGS__)); \
   } while (false)
 
@@ -68,10 +68,10 @@ std::string concat(const Args&... args) {
     if (!(condition)) throw ::mtraining::ExternalError(::mtraining::concat(__VA_ARGS__)); \
   } while (false)
 
-#define MT_ASSERT(condition, ...)                                                           \
-  do {                                                                                      \
-    if (!(condition))                                                                       \
-      throw ::mtraining::InternalError(::mtraining::concat(                                 \
-          "internal: ", #condition, " does not hold at ", __FILE__, ":", __LINE__, ": ", \
-          ::mtraining::concat(__VA_ARGS__)));                                               \
+#define MT_ASSERT(condition, ...)                                                            \
+  do {                                                                                       \
+    if (!(condition))                                                                        \
+      throw ::mtraining::InternalError(                                                      \
+          ::mtraining::concat("internal: ", #condition, " does not hold at ", __FILE__, ":", \
+                              __LINE__, ": ", ::mtraining::concat(__VA_ARGS__)));            \
   } while (false)

@@ -80,7 +80,8 @@ MT_INLINE Vec<float>::type exponential(Vec<float>::type x) {
   p = (p * f) * f + f;
   p = p + 1.0f;
   const V y = reinterpret_cast<V>(reinterpret_cast<B>(p) + (reinterpret_cast<B>(t) << 23));
-  const V low = x < -0x1.5d589ep+6f ? V{} : y;  // ln(2^-126); x = -inf comes here too
+  // ln(2^-126); x = -inf comes here too
+  const V low = x < -0x1.5d589ep+6f ? V{} : y;
   return x <= 0x1.62e42ep+6f ? low : x + __builtin_inff();  // NaN comes here too, and stays
 }
 
