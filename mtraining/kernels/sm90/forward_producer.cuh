@@ -133,10 +133,17 @@ struct Producer {
     int64_t csr_end = 0;
   };
 
-  __device__ __forceinline__ void open(Window& window, const SourceArgs& source, int group) const {
+  /// Entries of the source's list that the item's head has; the first 32, one a lane.
+  struct EntryList {
+    int32_t count = 0;
+    Entry first;
+  };
+
+  __device__ __forceinline__ void open(Window& window, const SourceArgs& source,
+                                       const EntryList& list, int group) const {
     if (bounds[group].last < 0) return;
     if (source.kind == BlockListKind::kEntries) {
-      window.total = source.num_entries[row];
+      window.total = list.count;
     } else {
       const int64_t* begin =
           source.row_begin + static_cast<int64_t>(row) * (args.num_q_blocks + 1) + q_block + group;
@@ -145,52 +152,74 @@ struct Producer {
     }
   }
 
-  __device__ __forceinline__ void refill(Window& window, const SourceArgs& source,
-                                         int group) const {
-    while (window.pending == 0 && window.next < window.total) {
-      const int i = window.next + lane;
-      window.next += 32;
-      bool needed = i < window.total;
-      int block = 0;
+  /// The window's next 32 key blocks and where they start; -1 where there is none.
+  __device__ __forceinline__ void locate(Window& window, const SourceArgs& source,
+                                         const EntryList& list, int group) const {
+    const int i = window.next + lane;
+    window.next += 32;
+    int block = -1;
+    if (i < window.total) {
       if (source.kind == BlockListKind::kEntries) {
-        if (needed) {
-          const Entry entry = source.entries[row * source.entry_capacity + i];
-          const int m = source.blocks_per_stripe;
-          const int inside = (q_block + group) % m - entry.delta;
-          block = q_block + group - (entry.lambda * m + entry.delta);
-          needed = inside >= 0 && inside < m && block >= 0 && block < source.num_blocks;
-        }
-      } else if (needed) {
+        const Entry entry = i < 32 ? list.first : source.entries[row * source.entry_capacity + i];
+        const int m = source.blocks_per_stripe;
+        const int inside = (q_block + group) % m - entry.delta;
+        block = q_block + group - (entry.lambda * m + entry.delta);
+        if (inside < 0 || inside >= m || block >= source.num_blocks) block = -1;
+      } else {
         block = source.key_blocks[window.csr_end - 1 - i];
       }
-      uint32_t flags = kNeeded;
-      int start = 0;
-      if (needed) {
-        start = source.block_starts[block];
-        const int keys = min(64, source.num_keys - block * 64);
-        const int last = start + (keys - 1) * args.position_stride;
-        needed = start <= bounds[group].last && last >= bounds[group].document_min;
-        if (last > bounds[group].first || start < bounds[group].document_max) flags |= kMaskEach;
-        if (keys < 64) flags |= kMaskBits;
-      }
-      window.code = block << kFlagBits | static_cast<int>(flags);
-      window.start = start;
-      window.pending = __ballot_sync(~0u, needed);
     }
+    window.code = block;
+    window.start = block >= 0 ? source.block_starts[block] : 0;
   }
 
-  __device__ __forceinline__ void blocks(const SourceArgs& source) {
+  /// Which of them the group needs, and how masked.
+  __device__ __forceinline__ void classify(Window& window, const SourceArgs& source,
+                                           int group) const {
+    const int block = window.code, start = window.start;
+    const int keys = min(64, source.num_keys - block * 64);
+    const int last = start + (keys - 1) * args.position_stride;
+    const bool needed =
+        block >= 0 && start <= bounds[group].last && last >= bounds[group].document_min;
+    uint32_t flags = kNeeded;
+    if (last > bounds[group].first || start < bounds[group].document_max) flags |= kMaskEach;
+    if (keys < 64) flags |= kMaskBits;
+    window.code = block << kFlagBits | static_cast<int>(flags);
+    window.pending = __ballot_sync(~0u, needed);
+  }
+
+  /// Fills the windows that are used up; their loads overlap.
+  __device__ __forceinline__ void refill(Window (&windows)[kGroups], const SourceArgs& source,
+                                         const EntryList& list) const {
+    bool again;
+    do {
+      bool fresh[kGroups];
+      again = false;
+#pragma unroll
+      for (int g = 0; g < kGroups; ++g) {
+        fresh[g] = windows[g].pending == 0 && windows[g].next < windows[g].total;
+        if (fresh[g]) locate(windows[g], source, list, g);
+      }
+#pragma unroll
+      for (int g = 0; g < kGroups; ++g) {
+        if (fresh[g]) classify(windows[g], source, g);
+        again |= windows[g].pending == 0 && windows[g].next < windows[g].total;
+      }
+    } while (again);
+  }
+
+  __device__ __forceinline__ void blocks(const SourceArgs& source, const EntryList& list) {
     const int batch = row / args.num_heads;
     const int kv_head = row % args.num_heads / args.heads_per_kv_head;
     Window windows[kGroups];
 #pragma unroll
-    for (int g = 0; g < kGroups; ++g) open(windows[g], source, g);
+    for (int g = 0; g < kGroups; ++g) open(windows[g], source, list, g);
     for (;;) {
       int code[kGroups];
       int block = -1;
+      refill(windows, source, list);
 #pragma unroll
       for (int g = 0; g < kGroups; ++g) {
-        refill(windows[g], source, g);
         code[g] = __shfl_sync(~0u, windows[g].code, (__ffs(windows[g].pending) - 1) & 31);
         if (windows[g].pending == 0) code[g] = -1;
         block = max(block, code[g] >> kFlagBits);
@@ -220,6 +249,17 @@ struct Producer {
       }
       next_stage();
     }
+  }
+
+  /// counts: of source `lane`.
+  __device__ __forceinline__ EntryList begin_list(int source, int counts) const {
+    EntryList list;
+    list.count = __shfl_sync(~0u, counts, source & 31);
+    if (source >= args.num_sources) list.count = 0;
+    if (lane < list.count) {
+      list.first = args.sources[source].entries[row * args.sources[source].entry_capacity + lane];
+    }
+    return list;
   }
 
   // ---- columns ----
@@ -345,8 +385,17 @@ struct Producer {
       load_queries_due();
 #pragma unroll
       for (int g = 0; g < kGroups; ++g) bounds[g] = query_bounds(q_block + g);
+      // Lengths of all lists at once, and each list's beginning while the one before is worked on.
+      int counts = 0;
+      if (lane < args.num_sources && args.sources[lane].block_starts != nullptr &&
+          args.sources[lane].kind == BlockListKind::kEntries) {
+        counts = args.sources[lane].num_entries[row];
+      }
+      EntryList ahead = begin_list(0, counts);
       for (int s = 0; s < args.num_sources; ++s) {
-        if (args.sources[s].block_starts != nullptr) blocks(args.sources[s]);
+        const EntryList list = ahead;
+        ahead = begin_list(s + 1, counts);
+        if (args.sources[s].block_starts != nullptr) blocks(args.sources[s], list);
       }
       for (int s = 0; s < args.num_sources; ++s) {
         if (args.sources[s].column_counts != nullptr) columns(args.sources[s]);
