@@ -86,6 +86,12 @@ class Backward {
   /// come first.
   std::vector<std::vector<KeyRange>> split() const {
     const int64_t groups = p_.batch * p_.num_kv_heads, units = first_unit_.back();
+    const int64_t wanted = (kTasks + groups - 1) / groups;
+    std::vector<std::vector<KeyRange>> ranges(groups);
+    if (wanted == 1) {
+      for (auto& of_group : ranges) of_group.push_back({0, units});
+      return ranges;
+    }
     std::vector<std::vector<double>> work(groups, std::vector<double>(units, 0.0));
     double tiles = 0;
     for (int64_t row = 0; row < p_.batch * p_.num_q_heads; ++row) {
@@ -116,10 +122,8 @@ class Backward {
     }
     // A range repeats the loading of q and dout: worth it from four tiles a step on.
     const double steps = static_cast<double>(p_.batch * p_.num_q_heads * num_q_blocks_);
-    const int64_t wanted = (kTasks + groups - 1) / groups;
     const int64_t parts =
         std::max<int64_t>(1, std::min<int64_t>(wanted, static_cast<int64_t>(tiles / (4 * steps))));
-    std::vector<std::vector<KeyRange>> ranges(groups);
     for (int64_t g = 0; g < groups; ++g) {
       double total = 0, done = 0;
       for (const double w : work[g]) total += w;
