@@ -3,6 +3,8 @@
 #include <toml++/toml.h>
 
 #include <algorithm>
+#include <charconv>
+#include <cmath>
 #include <filesystem>
 #include <fstream>
 #include <limits>
@@ -57,6 +59,18 @@ const std::vector<std::string> kNotBuilt = {
     "checkpoint.keep",
     "checkpoint.save_every_minutes",
     "checkpoint.save_accumulation",
+};
+
+/// Keys without a default.
+const std::vector<std::string> kRequired = {
+    "model.vocab_size",
+    "model.hidden_size",
+    "model.intermediate_size",
+    "model.num_hidden_layers",
+    "model.num_attention_heads",
+    "model.num_key_value_heads",
+    "model.head_dim",
+    "train.seq_len",
 };
 
 /// The one list of keys. A visitor has key(name, field), choice(name, field, names) and only(name, value).
@@ -143,10 +157,64 @@ struct Entry {
 };
 using Entries = std::map<std::string, Entry>;
 
+constexpr size_t kMostShown = 80;
+constexpr uintmax_t kMostBytes = 1 << 20;
+constexpr int kMostLevels = 32;  ///< the deepest known key has two, its value two more
+
+std::string shorten(const std::string& text) {
+  return text.size() <= kMostShown ? text : concat(text.substr(0, kMostShown), "...");
+}
+
+/// The parser and the tables it makes recurse once a level, and a dotted key has as many levels as dots. Counts brackets and
+/// the dots between them outside of strings and comments, before anything is parsed.
+void check_depth(const std::string& text, const std::string& where) {
+  int brackets = 0, dots = 0;
+  for (size_t i = 0; i < text.size(); ++i) {
+    const char c = text[i];
+    if (c == '#') {
+      i = std::min(text.find('\n', i), text.size()) - 1;
+    } else if (c == '"' || c == '\'') {
+      const std::string triple(3, c);
+      const std::string quote = text.compare(i, 3, triple) == 0 ? triple : std::string(1, c);
+      for (i += quote.size(); i < text.size() && text.compare(i, quote.size(), quote) != 0; ++i) {
+        if (quote.size() == 1 && text[i] == '\n') break;
+        if (c == '"' && text[i] == '\\') ++i;
+      }
+      i += quote.size() - 1;
+    } else if (c == '.') {
+      ++dots;
+    } else if (c == '\n' || c == '=' || c == ',') {
+      dots = 0;
+    } else if (c == '[' || c == '{') {
+      ++brackets;
+    } else if (c == ']' || c == '}') {
+      --brackets;
+    }
+    MT_CHECK_ARG(brackets <= kMostLevels && dots <= kMostLevels, where, ": nested deeper than ",
+                 kMostLevels, " levels");
+  }
+}
+
 std::string show(const toml::node& node) {
   std::ostringstream text;
   node.visit([&](const auto& value) { text << value; });
-  return text.str();
+  std::string shown = text.str();
+  std::replace(shown.begin(), shown.end(), '\n', ' ');
+  return shorten(shown);
+}
+
+bool finite_number(const toml::node& node, double& value) {
+  if (!node.is_number()) return false;
+  value = *node.value<double>();
+  return std::isfinite(value);
+}
+
+/// The fewest digits that read back as the same number, always with a point or an exponent.
+std::string number_text(double value) {
+  char digits[64];
+  const auto end = std::to_chars(digits, digits + sizeof(digits), value).ptr;
+  std::string text(digits, end);
+  return text.find_first_of(".en") == std::string::npos ? concat(text, ".0") : text;
 }
 
 class KeyNames {
@@ -177,9 +245,8 @@ class Reader {
          [&](const toml::node& node) { return assign(field, node.value_exact<bool>()); });
   }
   void key(const char* name, double& field) {
-    with(name, "a number", [&](const toml::node& node) {
-      return node.is_number() && assign(field, node.value<double>());
-    });
+    with(name, "a finite number",
+         [&](const toml::node& node) { return finite_number(node, field); });
   }
   void key(const char* name, int64_t& field) { whole(name, field); }
   void key(const char* name, uint64_t& field) {
@@ -207,13 +274,13 @@ class Reader {
     field = value;
   }
   void key(const char* name, std::vector<double>& field) {
-    with(name, "an array of numbers", [&](const toml::node& node) {
+    with(name, "an array of finite numbers", [&](const toml::node& node) {
       const toml::array* array = node.as_array();
       if (array == nullptr) return false;
       field.clear();
       for (const toml::node& item : *array) {
-        if (!item.is_number()) return false;
-        field.push_back(*item.value<double>());
+        field.push_back(0);
+        if (!finite_number(item, field.back())) return false;
       }
       return true;
     });
@@ -239,8 +306,7 @@ class Reader {
         }
         data::Source source{*(*table)["path"].value<std::string>(), 1.0};
         if (table->contains("weight")) {
-          if (!(*table)["weight"].is_number()) return false;
-          source.weight = *(*table)["weight"].value<double>();
+          if (!finite_number(*table->get("weight"), source.weight)) return false;
         }
         field.push_back(source);
       }
@@ -268,13 +334,10 @@ class Reader {
     });
   }
   void pair(const char* name, double& first, double& second) {
-    with(name, "an array of two numbers", [&](const toml::node& node) {
+    with(name, "an array of two finite numbers", [&](const toml::node& node) {
       const toml::array* array = node.as_array();
       if (array == nullptr || array->size() != 2) return false;
-      if (!array->get(0)->is_number() || !array->get(1)->is_number()) return false;
-      first = *array->get(0)->value<double>();
-      second = *array->get(1)->value<double>();
-      return true;
+      return finite_number(*array->get(0), first) && finite_number(*array->get(1), second);
     });
   }
   void only(const char* name, const char* value) {
@@ -313,7 +376,7 @@ class Writer {
     line(name, toml::value<std::string>(field));
   }
   void key(const char* name, bool field) { line(name, toml::value<bool>(field)); }
-  void key(const char* name, double field) { line(name, toml::value<double>(field)); }
+  void key(const char* name, double field) { line(name, number_text(field)); }
   void key(const char* name, int64_t field) { line(name, toml::value<int64_t>(field)); }
   void key(const char* name, uint64_t field) { key(name, static_cast<int64_t>(field)); }
   void key(const char* name, int field) { key(name, static_cast<int64_t>(field)); }
@@ -322,18 +385,17 @@ class Writer {
     if (field) key(name, *field);
   }
   void key(const char* name, const std::vector<double>& field) {
-    toml::array array;
-    for (const double value : field) array.push_back(value);
-    line(name, array);
+    std::string text;
+    for (const double value : field) text += concat(text.empty() ? " " : ", ", number_text(value));
+    line(name, text.empty() ? "[]" : concat('[', text, " ]"));
   }
   void key(const char* name, const std::vector<data::Source>& field) {
-    toml::array array;
+    std::string text;
     for (const auto& source : field) {
-      toml::table row{{"path", source.path}, {"weight", source.weight}};
-      row.is_inline(true);
-      array.push_back(row);
+      text += concat(text.empty() ? " " : ", ", "{ path = ", toml::value<std::string>(source.path),
+                     ", weight = ", number_text(source.weight), " }");
     }
-    line(name, array);
+    line(name, text.empty() ? "[]" : concat('[', text, " ]"));
   }
   template <typename T>
   void choice(const char* name, const T& field, const Names<T>& names) {
@@ -342,7 +404,7 @@ class Writer {
     }
   }
   void pair(const char* name, double first, double second) {
-    line(name, toml::array{first, second});
+    line(name, concat("[ ", number_text(first), ", ", number_text(second), " ]"));
   }
   void only(const char* name, const char* value) { key(name, std::string(value)); }
 
@@ -379,21 +441,30 @@ void flatten(const toml::table& table, const std::string& prefix, const std::str
 }
 
 toml::table parse_file(const std::string& path) {
+  std::error_code error;
+  MT_CHECK_ARG(std::filesystem::is_regular_file(path, error), path,
+               ": the configuration cannot be opened: ",
+               error ? error.message() : std::string("not a regular file"));
+  const uintmax_t bytes = std::filesystem::file_size(path, error);
+  MT_CHECK_ARG(error || bytes <= kMostBytes, path, ": expected a configuration of at most ",
+               kMostBytes, " bytes, got ", bytes);
   std::ifstream in(path);
-  MT_CHECK_ARG(in.good() && !std::filesystem::is_directory(path), path,
-               ": the configuration cannot be opened");
+  MT_CHECK_ARG(in.good(), path, ": the configuration cannot be opened");
   std::ostringstream text;
   text << in.rdbuf();
+  check_depth(text.str(), path);
   try {
     return toml::parse(text.str(), path);
   } catch (const toml::parse_error& error) {
-    throw InvalidArgument(concat(path, ":", error.source().begin.line, ": ", error.description()));
+    throw InvalidArgument(concat(path, ":", error.source().begin.line, ": ",
+                                 std::string(error.description()).substr(0, 4 * kMostShown)));
   }
 }
 
 Entry parse_override(const Override& given) {
   Entry entry;
-  entry.where = concat("--set ", given.key, "=", given.value);
+  entry.where = shorten(concat("--set ", given.key, "=", given.value));
+  check_depth(given.value, entry.where);
   try {
     entry.holder = std::make_unique<toml::table>(toml::parse(concat("value = ", given.value)));
   } catch (const toml::parse_error&) {
@@ -410,10 +481,10 @@ void refuse_unknown(const Entries& entries) {
     if (std::find(known.begin(), known.end(), name) != known.end()) continue;
     const bool later = std::find(kNotBuilt.begin(), kNotBuilt.end(), name) != kNotBuilt.end();
     const std::string near = nearest(name, known);
-    MT_CHECK_SUPPORTED(!later, entry.where, ": ", name,
+    MT_CHECK_SUPPORTED(!later, entry.where, ": ", shorten(name),
                        ": belongs to a part that is not built; nearest known key: ", near);
     throw InvalidArgument(
-        concat(entry.where, ": unknown key ", name, "; nearest known key: ", near));
+        concat(entry.where, ": unknown key ", shorten(name), "; nearest known key: ", near));
   }
 }
 
@@ -435,6 +506,9 @@ LoadedConfig load_config(const std::string& path, const std::vector<Override>& o
   LoadedConfig loaded;
   for (const auto& [name, entry] : entries) loaded.where[name] = entry.where;
   visit_keys(loaded.config, Reader(entries));
+  for (const std::string& name : kRequired) {
+    MT_CHECK_ARG(entries.contains(name), path, ": ", name, ": not given");
+  }
   return loaded;
 }
 

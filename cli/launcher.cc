@@ -93,8 +93,6 @@ class CausePipe {
   set("MASTER_ADDR", "127.0.0.1");
   set("MASTER_PORT", std::to_string(port));
   set(kErrorFd, std::to_string(error_fd));
-  ::setenv("TORCH_CPP_LOG_LEVEL", "ERROR",
-           0);  // torch's own warnings about lost peers would bury the cause
   std::vector<char*> argv{const_cast<char*>("mtraining")};
   for (const std::string& argument : options.arguments)
     argv.push_back(const_cast<char*>(argument.c_str()));
@@ -114,7 +112,14 @@ int launch(const LaunchOptions& options) {
   const int port = comm::free_port();
   struct sigaction action {};
   action.sa_handler = on_signal;
-  for (const int number : {SIGTERM, SIGINT, SIGUSR1}) ::sigaction(number, &action, nullptr);
+  sigset_t signals;
+  ::sigemptyset(&signals);
+  for (const int number : {SIGTERM, SIGINT, SIGUSR1}) {
+    ::sigaction(number, &action, nullptr);
+    ::sigaddset(&signals, number);
+  }
+  // A signal between fork and exec stays pending until the rank has handlers of its own.
+  ::sigprocmask(SIG_BLOCK, &signals, nullptr);
   const pid_t self = ::getpid();
   std::vector<Child> children(options.ranks);
   const auto signal_all = [&](int number) {
@@ -131,6 +136,8 @@ int launch(const LaunchOptions& options) {
       throw ExternalError(concat("launcher: rank ", rank, " cannot be started: ", why));
     }
   }
+
+  ::sigprocmask(SIG_UNBLOCK, &signals, nullptr);
 
   std::vector<Cause> causes;            // from the pipe
   std::optional<Cause> killed, exited;  // a rank that died without words

@@ -2,6 +2,8 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <cerrno>
+#include <cstring>
 #include <exception>
 #include <iostream>
 #include <string>
@@ -9,6 +11,7 @@
 
 #include "cli/nearest.h"
 #include "cli/simulate.h"
+#include "cli/stop.h"
 #include "cli/train.h"
 #include "mtraining/base/check.h"
 
@@ -22,7 +25,7 @@ constexpr const char* kHelp = R"(usage: mtraining VERB [options]
 mtraining VERB --help tells more.
 
 examples:
-  mtraining train --config recipes/quickstart.toml --nproc 4
+  mtraining train --config recipes/quickstart.toml --nproc 4     (after ./dev quickstart, which makes its data)
   mtraining simulate --topology 4x8 --t-comp-ms .51 --t-intra-ms .13 --t-inter-ms .98 --t-index-ms 1.13 --t-cpu-ms 2.08
 )";
 
@@ -33,6 +36,8 @@ int dispatch(int argc, char** argv) {
   const std::string verb = argc > 1 ? argv[1] : "";
   if (verb.empty() || verb == "--help" || verb == "-h" || verb == "help") {
     std::cout << kHelp;
+    MT_CHECK_EXTERNAL(std::cout.flush().good(),
+                      "standard output cannot be written: ", std::strerror(errno));
     return verb.empty() ? 2 : 0;
   }
   if (verb == "train") return mtraining::cli::run_train(argc - 1, argv + 1);
@@ -49,6 +54,13 @@ int fail(int code, std::string message) {
   std::cerr << "mtraining: error: " << message << std::endl;
   return code;
 }
+
+/// Before the libraries' own initialisers, which take a while: a job may be stopped in its first second.
+void before_libraries(int argc, char** argv, char**) {
+  if (argc > 1 && std::strcmp(argv[1], "train") == 0) mtraining::cli::install_stop_handlers();
+}
+[[gnu::section(".preinit_array"),
+  gnu::used]] void (*const kBeforeLibraries)(int, char**, char**) = before_libraries;
 
 }  // namespace
 

@@ -25,6 +25,7 @@ size_t edits(std::string_view a, std::string_view b) {
 }  // namespace
 
 std::string nearest(std::string_view word, const std::vector<std::string>& known) {
+  word = word.substr(0, 100);  // the work grows with its length, and no known name is that long
   std::string best;
   size_t fewest = std::numeric_limits<size_t>::max();
   for (const std::string& candidate : known) {

@@ -4,15 +4,16 @@
 #include <c10/util/Exception.h>
 #include <c10/util/Logging.h>
 #include <malloc.h>
+#include <netdb.h>
 #include <sched.h>
-#include <signal.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <atomic>
+#include <cerrno>
+#include <charconv>
 #include <cstdlib>
+#include <cstring>
 #include <filesystem>
-#include <fstream>
 #include <iostream>
 #include <memory>
 #include <optional>
@@ -24,6 +25,8 @@
 #include "cli/launcher.h"
 #include "cli/nearest.h"
 #include "cli/progress.h"
+#include "cli/run_folder.h"
+#include "cli/stop.h"
 #include "mtraining/base/check.h"
 #include "mtraining/base/parallel.h"
 #include "mtraining/comm/c10d.h"
@@ -47,7 +50,7 @@ Trains the model that FILE (TOML) describes.
   --help                  this text
 
 examples:
-  mtraining train --config recipes/quickstart.toml --nproc 4
+  mtraining train --config recipes/quickstart.toml --nproc 4     (after ./dev quickstart, which makes its data)
   mtraining train --config recipes/quickstart.toml --nproc 4 --attention.pattern dense --out runs/dense
   mtraining train --config recipes/quickstart.toml --nproc 4 --set train.steps=10 --dry-run
   torchrun --no-python --nproc-per-node 4 mtraining train --config recipes/quickstart.toml
@@ -63,9 +66,6 @@ struct Arguments {
   bool dry_run = false, help = false;
   std::vector<std::string> for_children;  ///< all but --nproc
 };
-
-std::atomic<bool> stop_wanted{false};
-void on_stop(int) { stop_wanted = true; }
 
 Override split_override(const std::string& text, const std::string& flag) {
   const size_t equals = text.find('=');
@@ -139,9 +139,16 @@ comm::C10dOptions rendezvous(const topology::LaunchEnvironment& launch) {
   MT_CHECK_ARG(!address.empty() && !port.empty(), "MASTER_ADDR and MASTER_PORT: expected both for ",
                launch.world_size, " ranks, got \"", address, "\" and \"", port, "\"");
   options.master_addr = address;
-  options.master_port = std::atoi(port.c_str());
-  MT_CHECK_ARG(options.master_port > 0 && options.master_port < 65536,
+  const auto [end, error] =
+      std::from_chars(port.data(), port.data() + port.size(), options.master_port);
+  MT_CHECK_ARG(error == std::errc() && end == port.data() + port.size() &&
+                   options.master_port > 0 && options.master_port < 65536,
                "MASTER_PORT: expected 1 to 65535, got \"", port, "\"");
+  addrinfo* found = nullptr;  // asked once here, because the store would ask until its timeout
+  const int unresolved = ::getaddrinfo(address.c_str(), nullptr, nullptr, &found);
+  MT_CHECK_ARG(unresolved == 0, "MASTER_ADDR: ", address,
+               " cannot be resolved: ", ::gai_strerror(unresolved));
+  ::freeaddrinfo(found);
   return options;
 }
 
@@ -172,44 +179,60 @@ void print_dry_run(const train::RunConfig& config, const train::ResolvedRun& res
             << " of padding a sequence)" << std::endl;
 }
 
+/// What is wrong with a file, and where files come from when there is none.
+void open_data(const train::RunConfig& config, const train::ResolvedRun& resolved) {
+  try {
+    train::check_data(config, resolved);
+  } catch (const InvalidArgument& error) {
+    const std::string message = error.what();
+    const bool missing = message.find("cannot be opened") != std::string::npos;
+    throw InvalidArgument(
+        message + (missing ? "; python -m mtraining.prepare makes token files, ./dev quickstart "
+                             "those of recipes/quickstart.toml"
+                           : ""));
+  }
+}
+
 /// `transport` is set as soon as there is one, so that whoever ends the process can tell the other ranks.
 int train_here(train::RunConfig config, const train::ResolvedRun& resolved,
                const topology::LaunchEnvironment& launch,
                std::unique_ptr<comm::Transport>& transport) {
-  struct sigaction action {};
-  action.sa_handler = on_stop;
-  for (const int number : {SIGTERM, SIGINT, SIGUSR1}) ::sigaction(number, &action, nullptr);
-  c10::initLogging();  // heeds TORCH_CPP_LOG_LEVEL, which the launcher sets
+  // torch's own warnings about lost peers would bury the cause.
+  ::setenv("TORCH_CPP_LOG_LEVEL", "ERROR", 0);
+  c10::initLogging();
   share_cores(launch.local_world_size.value_or(launch.world_size));
   transport = launch.world_size == 1 ? comm::make_single() : comm::make_c10d(rendezvous(launch));
-  if (launch.rank == 0) {
-    std::error_code error;
-    std::filesystem::create_directories(config.out, error);
-    std::ofstream file(std::filesystem::path(config.out) / "config.toml");
-    file << to_toml(config);
-    file.close();
-    MT_CHECK_EXTERNAL(!file.fail(), config.out,
-                      "/config.toml: cannot be written: is --out a folder that you may write?");
-  }
+  // Ranks have met, so that each learns why another leaves; the folder is touched only when all else is known to be right.
+  open_data(config, resolved);
+  std::optional<RunFolder> folder;
+  if (launch.rank == 0) folder.emplace(config.out);
   train::Trainer trainer(config, resolved, *transport);
+  if (folder) folder->write("config.toml", to_toml(config));
   train::TrainObserver observer;
   std::optional<Progress> progress;
   if (launch.rank == 0) {
     const bool dense = config.attention.pattern == pattern::PatternKind::kDense;
     progress.emplace(dense ? "dense" : "vertical_slash", ::isatty(STDOUT_FILENO) != 0);
     observer.preflight = [&](const train::Preflight& p) { progress->preflight(p); };
-    observer.step = [&](const trace::StepMetrics& m, int64_t total) { progress->step(m, total); };
     observer.warning = [&](const std::string& text) { progress->warning(text); };
   }
-  const train::TrainResult result = trainer.run(observer, &stop_wanted);
+  observer.step = [&](const trace::StepMetrics& m, int64_t total) {
+    step_finished(m.train_step);
+    if (progress) progress->step(m, total);
+  };
+  begin_steps(config.train.stop_grace_s, config.out, launch.rank == 0);
+  const train::TrainResult result = trainer.run(observer, &stop_wanted());
+  end_steps();
   if (progress) {
     progress->finish();
-    if (result.stopped) {
-      std::cout << "stopped at train_step " << result.steps_done
-                << "; no checkpoint was kept: the same command begins anew" << std::endl;
-    }
+    if (result.stopped) std::cout << stopped_line() << std::flush;
   }
   return 0;
+}
+
+void check_printed() {
+  MT_CHECK_EXTERNAL(std::cout.flush().good(),
+                    "standard output cannot be written: ", std::strerror(errno));
 }
 
 std::string one_line(std::string text) {
@@ -223,6 +246,7 @@ int run_train(int argc, char** argv) {
   const Arguments arguments = parse(argc, argv);
   if (arguments.help) {
     std::cout << kHelp;
+    check_printed();
     return 0;
   }
   MT_CHECK_ARG(!arguments.config.empty(),
@@ -247,6 +271,7 @@ int run_train(int argc, char** argv) {
   }
   if (arguments.dry_run) {
     if (launching || launch.rank == 0) print_dry_run(loaded.config, resolved);
+    check_printed();
     return 0;
   }
   if (launching && *arguments.nproc > 1) {
@@ -273,6 +298,10 @@ int run_train(int argc, char** argv) {
     message = error.what_without_backtrace();
   } catch (const std::exception& error) {
     message = error.what();
+  }
+  if (code == 1 && error_is_due_to_stop()) {
+    if (launch.rank == 0) std::cout << stopped_line() << std::flush;
+    ::_exit(0);
   }
   report_error(launch.rank, code, one_line(message));
   // Not every launcher ends the others: they may be waiting for this rank to open a communicator.

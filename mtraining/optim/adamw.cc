@@ -16,8 +16,10 @@ void check(const AdamWOptions& options) {
   };
   beta("the first", options.beta1);
   beta("the second", options.beta2);
-  MT_CHECK_ARG(options.eps > 0, "optim.eps: expected more than 0, got ", options.eps);
-  MT_CHECK_ARG(options.weight_decay >= 0, "optim.weight_decay: expected at least 0, got ",
+  MT_CHECK_ARG(options.eps > 0 && std::isfinite(options.eps),
+               "optim.eps: expected a finite number above 0, got ", options.eps);
+  MT_CHECK_ARG(options.weight_decay >= 0 && std::isfinite(options.weight_decay),
+               "optim.weight_decay: expected a finite number of at least 0, got ",
                options.weight_decay);
 }
 

@@ -19,8 +19,8 @@ std::string_view to_string(ScheduleKind kind) {
 }
 
 void check(const ScheduleOptions& options) {
-  MT_CHECK_ARG(options.lr >= 0 && std::isfinite(options.lr), "optim.lr: expected at least 0, got ",
-               options.lr);
+  MT_CHECK_ARG(options.lr >= 0 && std::isfinite(options.lr),
+               "optim.lr: expected a finite number of at least 0, got ", options.lr);
   MT_CHECK_ARG(options.warmup_steps >= 0, "optim.warmup_steps: expected at least 0, got ",
                options.warmup_steps);
   MT_CHECK_ARG(options.min_lr_ratio >= 0 && options.min_lr_ratio <= 1,

@@ -1,6 +1,8 @@
 #include "mtraining/trace/metrics.h"
 
+#include <cerrno>
 #include <cmath>
+#include <cstring>
 #include <nlohmann/json.hpp>
 
 #include "mtraining/base/check.h"
@@ -50,12 +52,12 @@ std::string to_json(const StepMetrics& m) {
 }
 
 MetricsFile::MetricsFile(const std::filesystem::path& path) : path_(path.string()), out_(path) {
-  MT_CHECK_EXTERNAL(out_.good(), path_, ": cannot be created");
+  MT_CHECK_EXTERNAL(out_.good(), path_, ": cannot be created: ", std::strerror(errno));
 }
 
 void MetricsFile::write(const StepMetrics& metrics) {
   out_ << to_json(metrics) << '\n' << std::flush;
-  MT_CHECK_EXTERNAL(out_.good(), path_, ": writing failed (disk full?)");
+  MT_CHECK_EXTERNAL(out_.good(), path_, ": writing failed: ", std::strerror(errno));
 }
 
 }  // namespace mtraining::trace

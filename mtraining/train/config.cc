@@ -1,8 +1,10 @@
 #include "mtraining/train/config.h"
 
 #include <algorithm>
+#include <cmath>
 
 #include "mtraining/base/check.h"
+#include "mtraining/kernels/validate.h"
 
 namespace mtraining::train {
 namespace {
@@ -13,6 +15,38 @@ void at_most(const char* key, int64_t value, int64_t most) {
 }
 void at_least(const char* key, int64_t value, int64_t least) {
   MT_CHECK_ARG(value >= least, key, ": expected at least ", least, ", got ", value);
+}
+
+void check_finite(const char* key, double value) {
+  MT_CHECK_ARG(std::isfinite(value), key, ": expected a finite number, got ", value);
+}
+
+void check_sources(const char* key, const std::vector<data::Source>& sources) {
+  for (const data::Source& source : sources) {
+    MT_CHECK_ARG(!source.path.empty(), key, ": expected a path, got \"\"");
+    MT_CHECK_ARG(source.weight > 0 && std::isfinite(source.weight), key, ": weight of ",
+                 source.path, ": expected a positive finite number, got ", source.weight);
+  }
+}
+
+/// What no machine holds is a slip of the pen; in double, because the product may pass 2^63.
+void check_size(const model::DecoderConfig& m) {
+  at_most("model.num_hidden_layers", m.num_hidden_layers, 10000);
+  MT_CHECK_ARG(m.head_dim % 8 == 0 && m.head_dim <= kernels::kMaxHeadDim,
+               "model.head_dim: expected a multiple of 8 up to ", kernels::kMaxHeadDim, ", got ",
+               m.head_dim);
+  const auto as_double = [](int64_t value) { return static_cast<double>(value); };
+  const double hidden = as_double(m.hidden_size), head = as_double(m.head_dim);
+  const double layer =
+      2 * hidden * head * (as_double(m.num_attention_heads) + as_double(m.num_key_value_heads)) +
+      3 * hidden * as_double(m.intermediate_size);
+  const double count = (m.tie_word_embeddings ? 1 : 2) * as_double(m.vocab_size) * hidden +
+                       as_double(m.num_hidden_layers) * layer;
+  MT_CHECK_ARG(count < std::pow(2.0, 40), "model.hidden_size: the model has ", count,
+               " parameters, expected fewer than 2^40");
+  check_finite("model.initializer_range", m.initializer_range);
+  check_finite("model.embedding_initializer_range", m.embedding_initializer_range);
+  check_finite("model.rms_norm_eps", m.rms_norm_eps);
 }
 
 void check_attention(const RunConfig& config) {
@@ -49,6 +83,7 @@ topology::Topology resolve_topology(const RunConfig& config, int cp_size,
 
 ResolvedRun resolve(RunConfig& config, const topology::LaunchEnvironment& launch) {
   model::check(config.model);
+  check_size(config.model);
   const TrainSection& train = config.train;
   at_least("train.seq_len", train.seq_len, 1);
   at_least("train.global_batch_size", train.global_batch_size, 1);
@@ -58,8 +93,8 @@ ResolvedRun resolve(RunConfig& config, const topology::LaunchEnvironment& launch
   at_most("train.micro_batch_size", train.micro_batch_size, int64_t{1} << 31);
   at_least("train.loss_chunk", train.loss_chunk, 1);
   at_least("train.recall_every", train.recall_every, 0);
-  MT_CHECK_ARG(train.stop_grace_s > 0, "train.stop_grace_s: expected more than 0, got ",
-               train.stop_grace_s);
+  MT_CHECK_ARG(train.stop_grace_s > 0 && std::isfinite(train.stop_grace_s),
+               "train.stop_grace_s: expected a finite number above 0, got ", train.stop_grace_s);
   MT_CHECK_ARG(train.steps.has_value() != train.tokens.has_value(),
                "train.steps: expected exactly one of train.steps and train.tokens, got ",
                train.steps ? "both" : "neither");
@@ -68,7 +103,8 @@ ResolvedRun resolve(RunConfig& config, const topology::LaunchEnvironment& launch
   check_attention(config);
   optim::check(config.optim.adamw);
   optim::check(config.optim.schedule);
-  MT_CHECK_ARG(config.optim.clip_norm >= 0, "optim.clip_norm: expected at least 0 (0: off), got ",
+  MT_CHECK_ARG(config.optim.clip_norm >= 0 && std::isfinite(config.optim.clip_norm),
+               "optim.clip_norm: expected a finite number of at least 0 (0: off), got ",
                config.optim.clip_norm);
   at_least("eval.every", config.eval.every, 0);
   at_least("eval.batches", config.eval.batches, 1);
@@ -87,9 +123,14 @@ ResolvedRun resolve(RunConfig& config, const topology::LaunchEnvironment& launch
                config.trace.example_head);
   MT_CHECK_ARG(!config.data.train.empty(),
                "data.train: expected at least one {path, weight}, got none");
+  check_sources("data.train", config.data.train);
+  check_sources("data.valid", config.data.valid);
 
   ResolvedRun resolved;
   const int world = launch.world_size;
+  const int local = launch.local_world_size.value_or(1);
+  MT_CHECK_ARG(local <= world, "LOCAL_WORLD_SIZE: expected at most WORLD_SIZE = ", world, ", got ",
+               local);
   at_least("parallel.dp_size", config.parallel.dp_size, 1);
   if (config.parallel.cp_size) at_least("parallel.cp_size", *config.parallel.cp_size, 1);
   resolved.dp_size = config.parallel.dp_size;

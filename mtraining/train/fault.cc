@@ -39,7 +39,7 @@ Fault Fault::from_environment(int rank) {
 }
 
 bool Fault::is_at(std::string_view place, int64_t train_step) const {
-  return armed_ && place == place_ && train_step == step_;
+  return armed_ && place == place_ && (train_step == step_ || step_ == 0);
 }
 
 void Fault::strike(std::string_view place, int64_t train_step) const {
@@ -47,6 +47,9 @@ void Fault::strike(std::string_view place, int64_t train_step) const {
   if (kind_ == "kill") ::raise(SIGKILL);
   if (kind_ == "exit") ::_exit(3);
   if (kind_ == "stop") ::raise(SIGTERM);
+  if (kind_ == "hang") {
+    for (;;) ::pause();
+  }
   if (kind_ == "throw") {
     throw ExternalError(
         concat("rank ", rank_, ": fault injected in ", place, " of train_step ", train_step));

@@ -15,7 +15,7 @@ class Fault {
   /// Errors: InvalidArgument on text that is not understood.
   static Fault from_environment(int rank);
   /// Errors: ExternalError where kind is "throw". kind "kill": SIGKILL to itself; "exit": leaves at once with status 3;
-  /// "stop": SIGTERM to itself.
+  /// "stop": SIGTERM to itself; "hang": never returns. step=0 means every step.
   void strike(std::string_view place, int64_t train_step) const;
   /// kind "nan" at "gradient": whether to poison.
   bool poisons(int64_t train_step) const;

@@ -2,6 +2,8 @@
 
 #include <ATen/ATen.h>
 
+#include <cerrno>
+#include <cstring>
 #include <fstream>
 #include <nlohmann/json.hpp>
 
@@ -14,7 +16,7 @@ void write_json(const std::filesystem::path& path, const nlohmann::ordered_json&
   std::ofstream out(path);
   out << json.dump(2) << '\n';
   out.close();
-  MT_CHECK_EXTERNAL(!out.fail(), path.string(), ": writing failed (missing folder, disk full?)");
+  MT_CHECK_EXTERNAL(!out.fail(), path.string(), ": writing failed: ", std::strerror(errno));
 }
 
 /// numpy's format 1.0: magic, version, header length, a dict padded so that the data begins at a multiple of 64.
@@ -33,7 +35,7 @@ void write_npy(const std::filesystem::path& path, const at::Tensor& values) {
   out.write(reinterpret_cast<const char*>(data.data_ptr<float>()),
             static_cast<std::streamsize>(data.nbytes()));
   out.close();
-  MT_CHECK_EXTERNAL(!out.fail(), path.string(), ": writing failed (missing folder, disk full?)");
+  MT_CHECK_EXTERNAL(!out.fail(), path.string(), ": writing failed: ", std::strerror(errno));
 }
 
 }  // namespace

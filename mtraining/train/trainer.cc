@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cmath>
 #include <filesystem>
+#include <string_view>
 
 #include "mtraining/base/check.h"
 #include "mtraining/train/attention_layers.h"
@@ -59,6 +60,9 @@ std::vector<optim::FlatParameters::Named> named(const std::vector<model::Paramet
   return result;
 }
 
+/// After so many skipped steps in a row nothing will become finite again: weights do not change.
+constexpr int64_t kMostSkipped = 10;
+
 attention::AttentionPattern dense_pattern() {
   attention::AttentionPattern pattern;
   pattern.kind = pattern::PatternKind::kDense;
@@ -66,6 +70,12 @@ attention::AttentionPattern dense_pattern() {
 }
 
 }  // namespace
+
+void check_data(const RunConfig& config, const ResolvedRun& resolved) {
+  const data::Batches train(batch_options(config, resolved, 0));
+  train.sample(0);
+  if (const auto valid = open_valid(config, resolved, 0)) valid->sample(0);
+}
 
 struct Trainer::State {
   RunConfig config;
@@ -87,7 +97,9 @@ struct Trainer::State {
   std::vector<std::vector<std::shared_ptr<const index::Index>>> last_indices;
   std::vector<std::string> warnings;
   const std::atomic<bool>* stop = nullptr;  // run()'s
-  bool stop_agreed = false;
+  bool stop_agreed = false, step_dropped = false;
+  int64_t skipped_in_a_row = 0;
+  int64_t current_step = 0;  // 0-based; what a fault of attention is said of
 
   State(const RunConfig& c, const ResolvedRun& r, comm::Transport& transport)
       : config(c),
@@ -130,8 +142,16 @@ struct Trainer::State {
   }
 
   SummedLoss forward(const data::Batch& batch, const AttendRequest& request, int64_t step) {
-    const at::Tensor hidden =
-        decoder.forward(batch.ids, batch.positions, layers.attend(request), part_observer(step));
+    at::Tensor hidden;
+    try {
+      hidden =
+          decoder.forward(batch.ids, batch.positions, layers.attend(request), part_observer(step));
+    } catch (const InvalidArgument& error) {
+      // Configuration and tokens were checked before: values that are not finite are the training's fault.
+      if (std::string_view(error.what()).find("finite") == std::string_view::npos) throw;
+      throw ExternalError(
+          concat("train_step ", current_step + 1, ": training has diverged: ", error.what()));
+    }
     return chunked_loss(hidden.reshape({-1, hidden.size(-1)}), decoder.head_weight(),
                         batch.labels.reshape({-1}), config.train.loss_chunk);
   }
@@ -185,6 +205,7 @@ trace::StepMetrics Trainer::step(
   s.recording = s.config.trace.chrome && step + 1 >= s.config.trace.first_step &&
                 step + 1 < s.config.trace.first_step + s.config.trace.steps;
   s.layers.begin(s.recording ? &s.recorder : nullptr, step + 1);
+  s.current_step = step;
   s.flat.zero_gradient();
   s.last_indices.clear();
 
@@ -197,6 +218,11 @@ trace::StepMetrics Trainer::step(
   double data_wait_s = 0;
   std::vector<double> totals(2, 0);  // sum of losses, valid tokens
   for (int64_t micro = 0; micro < s.resolved.accumulation; ++micro) {
+    // A step of many micro-steps can take minutes. `stop` is given to all ranks or none.
+    if (micro > 0 && s.stop != nullptr && s.job.any(s.stop->load())) {
+      s.stop_agreed = s.step_dropped = true;
+      return {};
+    }
     if (replay != nullptr) request.replay = &replay->at(micro);
     const SummedLoss loss = s.micro_step(step, micro, request, data_wait_s);
     totals[0] += loss.sum.item<double>();
@@ -224,11 +250,13 @@ trace::StepMetrics Trainer::step(
   const bool skip = s.job.any(!std::isfinite(m.grad_norm) || !std::isfinite(m.loss));
   if (skip) {
     ++s.skipped;
+    ++s.skipped_in_a_row;
     s.warnings.push_back(concat("train_step ", step + 1,
                                 ": skipped on all ranks, a gradient or the loss is not finite"));
   } else {
     optim::clip_by_norm(s.flat.gradient(), m.grad_norm, s.config.optim.clip_norm);
     s.adamw.step(m.lr);
+    s.skipped_in_a_row = 0;
   }
   s.span("optimizer", "step", update_us, step);
 
@@ -391,6 +419,7 @@ TrainResult Trainer::run(const TrainObserver& observer, const std::atomic<bool>*
   const EvalSection& eval = s.config.eval;
   for (int64_t step = 0; step < s.resolved.steps && !s.stop_agreed; ++step) {
     trace::StepMetrics m = this->step(step);
+    if (s.step_dropped) break;
     const bool last = step + 1 == s.resolved.steps;
     if (s.valid_data && eval.every > 0 && (step + 1) % eval.every == 0 && !last && !s.stop_agreed) {
       m.valid_loss_dense = evaluate(dense_pattern(), false).loss;
@@ -415,6 +444,10 @@ TrainResult Trainer::run(const TrainObserver& observer, const std::atomic<bool>*
     if (metrics) metrics->write(m);
     warn();
     if (observer.step) observer.step(m, s.resolved.steps);
+    // Agreed: every rank skips the same steps.
+    MT_CHECK_EXTERNAL(s.skipped_in_a_row < kMostSkipped && !(last && s.skipped == step + 1),
+                      "train_step ", step + 1, ": training has diverged: ", s.skipped_in_a_row,
+                      " steps in a row were skipped because a gradient or the loss is not finite");
   }
   result.stopped = s.stop_agreed && result.steps_done < s.resolved.steps;
   if (!result.stopped && s.config.trace.example_layer >= 0 &&

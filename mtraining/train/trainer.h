@@ -56,6 +56,9 @@ struct TrainResult {
   std::vector<Evaluation> evaluations;  ///< at the end: dense, the run's pattern, then eval.also_p
 };
 
+/// Opens the data and reads the first sample of each, which needs no ranks and writes nothing. Errors: those of data/.
+void check_data(const RunConfig& config, const ResolvedRun& resolved);
+
 /// The same on every rank of a job; holds model, optimizer, data and communicators.
 class Trainer {
  public:
@@ -66,7 +69,8 @@ class Trainer {
   Trainer(const Trainer&) = delete;
   Trainer& operator=(const Trainer&) = delete;
 
-  /// Runs to the end or until *stop is set on any rank; then all ranks stop together after the step under way.
+  /// Runs to the end or until *stop is set on any rank; then all ranks stop together after the step under way,
+  /// or before its next micro-step, which drops the step. Errors: ExternalError naming the train step where training diverged.
   TrainResult run(const TrainObserver& observer, const std::atomic<bool>* stop = nullptr);
 
   /// One optimizer step, 0-based. For run() and tests. `replay` (one index a layer for each micro-step) replaces the pattern.

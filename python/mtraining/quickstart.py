@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -145,6 +146,10 @@ def run(out: Path, extra: list[str]) -> bool:
     )
     runs = {pattern: out / pattern for pattern in PATTERNS}
     for pattern, folder in runs.items():
+        if (folder / "metrics.jsonl").exists():
+            shutil.rmtree(
+                folder
+            )  # a run's folder is written once; this one is the quickstart's own
         train(binary, data, pattern, folder, extra)
     held = report(runs, data)
     picture = out / "comparison.png"

@@ -1,6 +1,8 @@
 """What the executable says to wrong input: one sentence, exit 2, before data is opened."""
 
+import fcntl
 import json
+import os
 import socket
 import subprocess
 
@@ -45,7 +47,7 @@ BAD_VALUES = [
     (["--optim.grad_dtype", "bf16"], None, ["optim.grad_dtype"]),
     (["--optim.lr", "-1"], None, ["optim.lr"]),
     (["--optim.betas", "[0.9, 1.0]"], None, ["optim.betas", "[0, 1)"]),
-    (["--optim.betas", "0.9"], None, ["optim.betas", "two numbers"]),
+    (["--optim.betas", "0.9"], None, ["optim.betas", "two finite numbers"]),
     (["--optim.schedule", "linear"], None, ["optim.schedule", '"constant" or "cosine"', "linear"]),
     (["--optim.min_lr_ratio", "2"], None, ["optim.min_lr_ratio"]),
     (["--optim.clip_norm", "-1"], None, ["optim.clip_norm"]),
@@ -77,16 +79,44 @@ BAD_VALUES = [
     (["--resume", "auto"], None, ["--resume", "never"]),
     (["--trace.example_layer", "2"], None, ["trace.example_layer", "-1 to 1"]),
     (["--eval.also_p", "[2.0]"], None, ["eval.also_p"]),
+    (["--eval.also_p", "[nan]"], None, ["eval.also_p", "finite"]),
+    (["--optim.lr", "inf"], None, ["optim.lr", "finite"]),
+    (["--optim.lr", "nan"], None, ["optim.lr", "finite"]),
+    (["--optim.betas", "[nan, 0.9]"], None, ["optim.betas", "finite"]),
+    (["--optim.clip_norm", "inf"], None, ["optim.clip_norm", "finite"]),
+    (["--optim.eps", "inf"], None, ["optim.eps", "finite"]),
+    (["--optim.weight_decay", "nan"], None, ["optim.weight_decay", "finite"]),
+    (["--model.initializer_range", "inf"], None, ["model.initializer_range", "finite"]),
+    (["--train.stop_grace_s", "inf"], None, ["train.stop_grace_s", "finite"]),
+    (["--data.train", "[{path = 'x', weight = inf}]"], None, ["data.train", "weight"]),
+    (["--data.train", "[{path = 'x', weight = 0}]"], None, ["data.train", "positive finite"]),
+    (["--data.train", "[{path = 'x', weight = -1.5}]"], None, ["data.train", "-1.5"]),
+    (["--data.train", "''"], None, ["data.train", "expected a path"]),
+    (["--data.valid", "['']"], None, ["data.valid", "expected a path"]),
+    (["--model.head_dim", "520"], None, ["model.head_dim", "up to 512", "520"]),
+    (["--model.num_hidden_layers", "10001"], None, ["num_hidden_layers", "10000"]),
+    (["--model.hidden_size", "9007199254740993"], None, ["parameters", "2^40"]),
+    (["--model.vocab_size", "1099511627776"], None, ["parameters", "2^40"]),
+    (["--train.steps", "x" * 5000], None, ["train.steps", "xxx..."]),
+    (["--" + "a." * 3000 + "b", "1"], None, ["unknown key", "..."]),
+    (["--optim.betas", "[" * 50000], None, ["nested deeper"]),
 ]
 
 
 @pytest.mark.parametrize(
-    ("extra", "nproc", "parts"), BAD_VALUES, ids=[" ".join(case[0]) for case in BAD_VALUES]
+    ("extra", "nproc", "parts"), BAD_VALUES, ids=[" ".join(case[0])[:60] for case in BAD_VALUES]
 )
 def test_wrong_values_are_named_before_data_is_opened(job, extra, nproc, parts):
     job.data.with_suffix(".idx").unlink()  # opening it would be another error
-    assert_one_sentence(job.run(*extra, nproc=nproc), *parts)
+    result = job.run(*extra, nproc=nproc)
+    assert_one_sentence(result, *parts)
+    assert len(result.stderr) < 1000
     assert not job.out.exists()
+
+
+@pytest.mark.parametrize("extra", ["model.head_dim=520", "data.train=''", "optim.lr=inf"])
+def test_a_dry_run_finds_them_too(job, extra):
+    assert_one_sentence(job.run("--dry-run", "--set", extra), extra.split("=")[0])
 
 
 BAD_FILES = [
@@ -98,7 +128,14 @@ BAD_FILES = [
     ("[train]\nsteps = 'x'", ["tiny.toml:2", "train.steps", "whole number"]),
     ("train = 3", ["tiny.toml:1", "unknown key train"]),
     ("[model]\ninit_from = 'x'", ["tiny.toml:2", "model.init_from", "not built"]),
-    ("", ["model.vocab_size"]),
+    ("", ["model.vocab_size: not given"]),
+    ("[model]\nvocab_size = 8", ["tiny.toml: model.hidden_size: not given"]),
+    (".".join(["a"] * 50000) + " = 1", ["tiny.toml", "nested deeper than 32"]),
+    ("[" + " . ".join(["a"] * 50000) + "]", ["tiny.toml", "nested deeper than 32"]),
+    ("a = " + "{a=" * 50000, ["tiny.toml", "nested deeper than 32"]),
+    ('a = """x"y"""\n' + ".".join(["a"] * 50000) + " = 1", ["tiny.toml", "nested deeper"]),
+    ("# " + "." * 100 + "\n[data]\ntrain = '" + "../" * 50 + "x'", ["model.vocab_size: not given"]),
+    ("x = 1 # " + "." * (1 << 20), ["tiny.toml", "at most 1048576 bytes"]),
 ]
 
 
@@ -118,11 +155,16 @@ def test_a_value_out_of_range_names_its_line(job):
 def test_missing_configuration(job):
     assert_one_sentence(job.run("--config", "absent.toml"), "absent.toml")
     assert_one_sentence(job.run("--config", str(job.folder)), "cannot be opened")
+    pipe = job.folder / "pipe"
+    os.mkfifo(pipe)  # opening it would wait for a writer
+    assert_one_sentence(job.run("--config", str(pipe), timeout=10), "not a regular file")
 
 
 @pytest.mark.parametrize("nproc", [None, 3])
 def test_data_faults_are_said_once_with_file_and_offset(job, nproc):
-    assert_one_sentence(job.run("--data.train=absent", nproc=nproc), "absent.idx")
+    assert_one_sentence(
+        job.run("--data.train=absent", nproc=nproc), "absent.idx", "mtraining.prepare", "quickstart"
+    )
     short = job.folder / "short"
     write_token_file(short, [np.arange(40)])
     result = job.run(f"--data.train={short}", nproc=nproc)
@@ -134,6 +176,84 @@ def test_data_faults_are_said_once_with_file_and_offset(job, nproc):
     wide = job.folder / "wide"
     write_token_file(wide, [np.arange(1000) % 300], dtype="uint16")
     assert_one_sentence(job.run(f"--data.train={wide}", nproc=nproc), "wide.bin: offset")
+    assert not job.out.exists()
+
+
+def test_results_that_are_there_are_kept(job):
+    job.out.mkdir()
+    kept = {"config.toml": "mine\n", "metrics.jsonl": '{"train_step": 1}\n', "summary.json": "{}"}
+    for name, text in kept.items():
+        (job.out / name).write_text(text)
+    for nproc in (None, 2):
+        assert_one_sentence(job.run(nproc=nproc), str(job.out), "metrics.jsonl")
+        assert_one_sentence(job.run("--data.train=absent", nproc=nproc), "absent.idx")
+    assert {name: (job.out / name).read_text() for name in kept} == kept
+
+
+@pytest.mark.parametrize("nproc", [None, 2])
+def test_two_launches_into_one_folder_do_not_mix(job, nproc):
+    job.out.mkdir()
+    with open(job.out / ".lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # as a run that goes on holds it
+        assert_one_sentence(job.run(nproc=nproc), str(job.out), "in use")
+        assert {path.name for path in job.out.iterdir()} == {".lock"}
+    assert job.run(nproc=nproc).returncode == 0  # it has ended
+
+
+def test_an_out_that_is_no_folder_is_a_mistake(job):
+    (job.folder / "file").write_text("")
+    for out in ("file", "file/run"):
+        result = job.run("--out", str(job.folder / out))
+        assert_one_sentence(result, "Not a directory", str(job.folder / "file"))
+
+
+def test_the_launchers_variables_agree(job):
+    good = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+    good |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29599"}
+    cases = [
+        ({"MASTER_PORT": "29599x"}, "MASTER_PORT"),
+        ({"MASTER_PORT": "0"}, "MASTER_PORT"),
+        ({"MASTER_PORT": "4294996895"}, "MASTER_PORT"),
+        ({"MASTER_ADDR": "no-such-host.invalid"}, "MASTER_ADDR: no-such-host.invalid"),
+        ({"LOCAL_WORLD_SIZE": "4"}, "LOCAL_WORLD_SIZE"),
+        ({"LOCAL_RANK": "2"}, "local rank"),
+    ]
+    for change, part in cases:
+        assert_one_sentence(job.run(env={**good, **change}, timeout=20), part)
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["train", "--dry-run"]])
+def test_output_that_cannot_be_written_is_a_failure(job, arguments):
+    command = [str(job.binary), *arguments]
+    if "--dry-run" in arguments:
+        command += ["--config", str(job.config)]
+    with open("/dev/full", "w") as full:
+        result = subprocess.run(
+            command, stdout=full, stderr=subprocess.PIPE, text=True, env=job.environment()
+        )
+    assert result.returncode == 1
+    assert "standard output cannot be written: No space left" in result.stderr
+
+
+@pytest.mark.parametrize("nproc", [None, 2])
+def test_a_run_goes_on_when_nobody_reads_its_progress(job, nproc):
+    read, write = os.pipe()
+    os.close(read)
+    process = subprocess.Popen(job.command(nproc=nproc), stdout=write, env=job.environment())
+    os.close(write)
+    assert process.wait(60) == 0
+    assert len((job.out / "metrics.jsonl").read_text().splitlines()) == 3
+
+
+def test_numbers_of_the_resolved_configuration_are_short_and_exact(job):
+    text = job.run("--optim.lr", "3e-4", "--data.train", f"{job.data}", "--dry-run").stdout
+    for line in (
+        "p_vertical = 0.9\n",
+        "lr = 3e-04\n",
+        "betas = [ 0.9, 0.95 ]\n",
+        "clip_norm = 1.0\n",
+    ):
+        assert line in text, text
 
 
 def test_hierarchical_ring_needs_the_ranks_of_a_node(job):

@@ -142,6 +142,109 @@ def test_a_rank_killed_from_outside_is_named(job):
 def test_a_run_that_cannot_write_says_so(job):
     (job.folder / "file").write_text("")
     result = job.run("--out", str(job.folder / "file"), nproc=2)
-    assert result.returncode == 1
+    assert result.returncode == 2
     assert result.stderr.startswith("mtraining: error: ")
     assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("nproc", [None, 2])
+@pytest.mark.parametrize("delay", [0.15, 0.4])
+def test_a_stop_signal_in_the_first_second_is_heeded(job, nproc, delay):
+    process = subprocess.Popen(
+        job.command("--train.steps", "100000", nproc=nproc),
+        env=job.environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    time.sleep(delay)
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=15)
+    assert process.returncode == 0, (out, err)
+    assert err == ""
+    assert out.splitlines()[-1].startswith("stopped ")
+    assert_nobody_left(job.folder)
+
+
+def start_alone(job, *extra: str) -> subprocess.Popen:
+    """Rank 0 of two, whose peer never comes."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    env = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "0"}
+    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return subprocess.Popen(
+        job.command(*extra),
+        env={**job.environment(), **env},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_a_rank_that_waits_for_its_peers_heeds_a_stop_signal(job, number):
+    process = start_alone(job)
+    time.sleep(2)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=5)
+    assert process.returncode == 0, err
+    assert out == "stopped before the first step; the same command begins anew\n"
+
+
+@pytest.mark.parametrize("insist", [False, True])
+def test_a_step_that_does_not_end_is_dropped_after_the_grace(job, insist):
+    extra = ["--train.steps", "500", "--train.stop_grace_s", "60" if insist else "2"]
+    process = subprocess.Popen(
+        job.command(*extra),
+        env={**job.environment(), "MTRAINING_FAULT": "rank=0,step=3,at=forward,kind=hang"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    end = time.monotonic() + 30
+    metrics = job.out / "metrics.jsonl"
+    while time.monotonic() < end:
+        if metrics.exists() and metrics.read_text().count("\n") == 2:
+            break
+        time.sleep(0.05)
+    start = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    if insist:
+        time.sleep(1.2)
+        process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=15)
+    assert 1 < time.monotonic() - start < 8
+    assert process.returncode == 0, err
+    assert out.splitlines()[-1].startswith("stopped at train_step 2; no checkpoint")
+    assert str(job.out) in out.splitlines()[-1]
+
+
+def test_a_stop_signal_is_heeded_between_micro_steps(job):
+    fault = "rank=1,step=3,at=forward,kind=stop"
+    extra = ["--train.steps", "500", "--train.global_batch_size", "4"]
+    result = job.run(*extra, nproc=2, env={"MTRAINING_FAULT": fault}, timeout=30)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines()[-1].startswith("stopped at train_step 2;")
+    assert (job.out / "metrics.jsonl").read_text().count("\n") == 2
+
+
+@pytest.mark.parametrize("nproc", [None, 2])
+def test_training_that_diverges_fails_with_its_step(job, nproc):
+    # Steps so large that attention sees values beyond every bound.
+    extra = ["--train.steps", "60", "--optim.lr", "1e30", "--optim.clip_norm", "0"]
+    result = job.run(*extra, nproc=nproc, timeout=60)
+    assert result.returncode == 1, result.stdout
+    assert result.stderr.count("\n") == 1, result.stderr
+    assert result.stderr.startswith("mtraining: error: train_step ")
+    assert "training has diverged" in result.stderr
+
+
+@pytest.mark.parametrize("steps", ["3", "60"])
+def test_steps_that_are_all_skipped_are_a_failure(job, steps):
+    fault = "rank=0,step=0,at=gradient,kind=nan"
+    result = job.run("--train.steps", steps, nproc=2, env={"MTRAINING_FAULT": fault})
+    assert result.returncode == 1, result.stdout
+    count = min(int(steps), 10)
+    assert f"train_step {count}: training has diverged: {count} steps in a row" in result.stderr
+    assert (job.out / "metrics.jsonl").read_text().count("\n") == count
