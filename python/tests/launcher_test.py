@@ -58,7 +58,7 @@ def test_ranks_without_a_launcher_of_ours_end_with_the_first_cause(job):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-    common |= {"MASTER_PORT": str(port), "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    common |= {"MASTER_PORT": str(port)}
     start = time.monotonic()
     ranks = []
     for rank, extra in ((0, []), (1, ["--data.train", str(job.folder / "missing")])):
@@ -145,6 +145,17 @@ def test_a_run_that_cannot_write_says_so(job):
     assert result.returncode == 2
     assert result.stderr.startswith("mtraining: error: ")
     assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["config.toml", "metrics.jsonl", "summary.json"])
+def test_a_full_disk_is_named(job, name):
+    job.out.mkdir()
+    (job.out / name).symlink_to("/dev/full")
+    result = job.run()
+    assert result.returncode == 1
+    assert result.stderr.count("\n") == 1
+    assert f"{name}: " in result.stderr
+    assert "No space left on device" in result.stderr
 
 
 @pytest.mark.parametrize("nproc", [None, 2])
