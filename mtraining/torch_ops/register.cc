@@ -6,6 +6,7 @@
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
+#include <initializer_list>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -49,6 +50,27 @@ auto op_named(const char* name) {
   return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
 }
 
+// ---------------------------------------------------------------- devices
+struct Named {
+  const char* name;
+  const Tensor& tensor;
+};
+
+/// A call whose tensors lie on several devices reaches the kernels of one of them; none may read the others' memory.
+void check_devices(Named first, std::initializer_list<Named> others) {
+  in_python_terms([&] {
+    for (const Named& other : others) {
+      if (!other.tensor.defined()) continue;
+      MT_CHECK_ARG(other.tensor.device() == first.tensor.device(), other.name, ": expected device ",
+                   first.tensor.device(), " as ", first.name, ", got ", other.tensor.device());
+      MT_CHECK_ARG(other.tensor.layout() == at::kStrided, other.name,
+                   ": expected a strided tensor, got layout ", other.tensor.layout());
+    }
+    MT_CHECK_ARG(first.tensor.layout() == at::kStrided, first.name,
+                 ": expected a strided tensor, got layout ", first.tensor.layout());
+  });
+}
+
 // ---------------------------------------------------------------- CPU
 AttendInputs inputs_of(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& diagonals,
                        const Tensor& num_diagonals, const Tensor& columns,
@@ -66,6 +88,13 @@ AttendResult attend_cpu(const Tensor& q, const Tensor& k, const Tensor& v, const
                         const Tensor& num_diagonals, const Tensor& columns,
                         const Tensor& num_columns, const MaybeTensor& document_starts,
                         double softmax_scale) {
+  check_devices({"q", q}, {{"k", k},
+                           {"v", v},
+                           {"diagonals", diagonals},
+                           {"num_diagonals", num_diagonals},
+                           {"columns", columns},
+                           {"num_columns", num_columns},
+                           {"document_starts", or_undefined(document_starts)}});
   return in_python_terms([&]() -> AttendResult {
     const Attended result = attend(inputs_of(q, k, v, diagonals, num_diagonals, columns,
                                              num_columns, document_starts, softmax_scale));
@@ -78,6 +107,17 @@ Gradients attend_backward_cpu(const Tensor& dout, const Tensor& q, const Tensor&
                               const Tensor& diagonals, const Tensor& num_diagonals,
                               const Tensor& columns, const Tensor& num_columns,
                               const MaybeTensor& document_starts, double softmax_scale) {
+  check_devices({"q", q}, {{"k", k},
+                           {"v", v},
+                           {"dout", dout},
+                           {"out", out},
+                           {"lse", lse},
+                           {"out_residual", out_residual},
+                           {"diagonals", diagonals},
+                           {"num_diagonals", num_diagonals},
+                           {"columns", columns},
+                           {"num_columns", num_columns},
+                           {"document_starts", or_undefined(document_starts)}});
   return in_python_terms([&] {
     return attend_backward(inputs_of(q, k, v, diagonals, num_diagonals, columns, num_columns,
                                      document_starts, softmax_scale),
@@ -91,6 +131,7 @@ BuiltIndex build_index_cpu(const Tensor& q, const Tensor& k, const MaybeTensor& 
                            std::string_view selection, int64_t sink_tokens, int64_t local_blocks,
                            std::optional<int64_t> max_columns, std::optional<int64_t> max_diagonals,
                            double dense_threshold, double recall_floor, int64_t recall_rows) {
+  check_devices({"q", q}, {{"k", k}, {"document_starts", or_undefined(document_starts)}});
   return in_python_terms([&]() -> BuiltIndex {
     const IndexTensors index =
         build_index(q, k, or_undefined(document_starts), softmax_scale,
@@ -106,6 +147,12 @@ Recalled recall_cpu(const Tensor& q, const Tensor& k, const Tensor& diagonals,
                     const Tensor& num_diagonals, const Tensor& columns, const Tensor& num_columns,
                     const MaybeTensor& document_starts, double softmax_scale, int64_t last_q,
                     std::string_view window, int64_t rows, int64_t seed) {
+  check_devices({"q", q}, {{"k", k},
+                           {"diagonals", diagonals},
+                           {"num_diagonals", num_diagonals},
+                           {"columns", columns},
+                           {"num_columns", num_columns},
+                           {"document_starts", or_undefined(document_starts)}});
   return in_python_terms([&] {
     return measure_recall(q, k, {diagonals, num_diagonals, columns, num_columns, {}, {}},
                           or_undefined(document_starts), softmax_scale, last_q, window, rows, seed);
@@ -115,6 +162,10 @@ Recalled recall_cpu(const Tensor& q, const Tensor& k, const Tensor& diagonals,
 Tensor index_mask_cpu(const Tensor& diagonals, const Tensor& num_diagonals, const Tensor& columns,
                       const Tensor& num_columns, const MaybeTensor& document_starts,
                       int64_t seq_len) {
+  check_devices({"diagonals", diagonals}, {{"num_diagonals", num_diagonals},
+                                           {"columns", columns},
+                                           {"num_columns", num_columns},
+                                           {"document_starts", or_undefined(document_starts)}});
   return in_python_terms([&] {
     return index_mask({diagonals, num_diagonals, columns, num_columns, {}, {}},
                       or_undefined(document_starts), seq_len);
@@ -123,6 +174,9 @@ Tensor index_mask_cpu(const Tensor& diagonals, const Tensor& num_diagonals, cons
 
 Tensor index_pairs_cpu(const Tensor& diagonals, const Tensor& num_diagonals, const Tensor& columns,
                        const Tensor& num_columns, int64_t seq_len) {
+  check_devices(
+      {"diagonals", diagonals},
+      {{"num_diagonals", num_diagonals}, {"columns", columns}, {"num_columns", num_columns}});
   return in_python_terms([&] {
     return index_pairs({diagonals, num_diagonals, columns, num_columns, {}, {}}, seq_len);
   });
@@ -136,8 +190,16 @@ Tensor empty_as(const Tensor& tensor) {
   return at::empty_symint(tensor.sym_sizes(), tensor.options());
 }
 
-AttendResult attend_meta(const Tensor& q, const Tensor&, const Tensor&, const Tensor&,
-                         const Tensor&, const Tensor&, const Tensor&, const MaybeTensor&, double) {
+AttendResult attend_meta(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& diagonals,
+                         const Tensor& num_diagonals, const Tensor& columns,
+                         const Tensor& num_columns, const MaybeTensor& document_starts, double) {
+  check_devices({"q", q}, {{"k", k},
+                           {"v", v},
+                           {"diagonals", diagonals},
+                           {"num_diagonals", num_diagonals},
+                           {"columns", columns},
+                           {"num_columns", num_columns},
+                           {"document_starts", or_undefined(document_starts)}});
   TORCH_CHECK_VALUE(q.dim() == 4, "q: expected [B, S, H, D], got ", q.dim(), " dimensions");
   const at::ScalarType held = state_of(q);
   return {empty_as(q),
@@ -145,20 +207,34 @@ AttendResult attend_meta(const Tensor& q, const Tensor&, const Tensor&, const Te
           held == q.scalar_type() ? at::empty({0}, q.options()) : empty_as(q)};
 }
 
-Gradients attend_backward_meta(const Tensor&, const Tensor& q, const Tensor& k, const Tensor& v,
-                               const Tensor&, const Tensor&, const Tensor&, const Tensor&,
-                               const Tensor&, const Tensor&, const Tensor&, const MaybeTensor&,
+Gradients attend_backward_meta(const Tensor& dout, const Tensor& q, const Tensor& k,
+                               const Tensor& v, const Tensor& out, const Tensor& lse,
+                               const Tensor& out_residual, const Tensor& diagonals,
+                               const Tensor& num_diagonals, const Tensor& columns,
+                               const Tensor& num_columns, const MaybeTensor& document_starts,
                                double) {
+  check_devices({"q", q}, {{"k", k},
+                           {"v", v},
+                           {"dout", dout},
+                           {"out", out},
+                           {"lse", lse},
+                           {"out_residual", out_residual},
+                           {"diagonals", diagonals},
+                           {"num_diagonals", num_diagonals},
+                           {"columns", columns},
+                           {"num_columns", num_columns},
+                           {"document_starts", or_undefined(document_starts)}});
   return {empty_as(q), empty_as(k), empty_as(v)};
 }
 
-BuiltIndex build_index_meta(const Tensor& q, const Tensor&, const MaybeTensor& document_starts,
+BuiltIndex build_index_meta(const Tensor& q, const Tensor& k, const MaybeTensor& document_starts,
                             double, double p_vertical, double p_slash, int64_t last_q,
                             std::string_view window, std::string_view slash_pooling,
                             std::string_view selection, int64_t sink_tokens, int64_t local_blocks,
                             std::optional<int64_t> max_columns,
                             std::optional<int64_t> max_diagonals, double dense_threshold,
                             double recall_floor, int64_t recall_rows) {
+  check_devices({"q", q}, {{"k", k}, {"document_starts", or_undefined(document_starts)}});
   return in_python_terms([&]() -> BuiltIndex {
     MT_CHECK_ARG(q.dim() == 4, "q: expected [B, S, H, D], got ", q.dim(), " dimensions");
     const pattern::VerticalSlashOptions options = make_options(
@@ -178,23 +254,38 @@ BuiltIndex build_index_meta(const Tensor& q, const Tensor&, const MaybeTensor& d
   });
 }
 
-Recalled recall_meta(const Tensor& q, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
-                     const Tensor&, const MaybeTensor&, double, int64_t, std::string_view,
-                     int64_t, int64_t) {
+Recalled recall_meta(const Tensor& q, const Tensor& k, const Tensor& diagonals,
+                     const Tensor& num_diagonals, const Tensor& columns, const Tensor& num_columns,
+                     const MaybeTensor& document_starts, double, int64_t, std::string_view, int64_t,
+                     int64_t) {
+  check_devices({"q", q}, {{"k", k},
+                           {"diagonals", diagonals},
+                           {"num_diagonals", num_diagonals},
+                           {"columns", columns},
+                           {"num_columns", num_columns},
+                           {"document_starts", or_undefined(document_starts)}});
   const auto by_head = [&] {
     return at::empty_symint({q.sym_size(0), q.sym_size(2)}, q.options().dtype(at::kDouble));
   };
   return {by_head(), by_head()};
 }
 
-Tensor index_mask_meta(const Tensor& diagonals, const Tensor&, const Tensor&, const Tensor&,
-                       const MaybeTensor&, c10::SymInt seq_len) {
+Tensor index_mask_meta(const Tensor& diagonals, const Tensor& num_diagonals, const Tensor& columns,
+                       const Tensor& num_columns, const MaybeTensor& document_starts,
+                       c10::SymInt seq_len) {
+  check_devices({"diagonals", diagonals}, {{"num_diagonals", num_diagonals},
+                                           {"columns", columns},
+                                           {"num_columns", num_columns},
+                                           {"document_starts", or_undefined(document_starts)}});
   return at::empty_symint({diagonals.sym_size(0), diagonals.sym_size(1), seq_len, seq_len},
                           diagonals.options().dtype(at::kBool));
 }
 
-Tensor index_pairs_meta(const Tensor& diagonals, const Tensor&, const Tensor&, const Tensor&,
-                        c10::SymInt) {
+Tensor index_pairs_meta(const Tensor& diagonals, const Tensor& num_diagonals, const Tensor& columns,
+                        const Tensor& num_columns, c10::SymInt) {
+  check_devices(
+      {"diagonals", diagonals},
+      {{"num_diagonals", num_diagonals}, {"columns", columns}, {"num_columns", num_columns}});
   return at::empty_symint({diagonals.sym_size(0), diagonals.sym_size(1)},
                           diagonals.options().dtype(at::kLong));
 }
@@ -386,7 +477,8 @@ TORCH_LIBRARY(mtraining, m) {
       kIndexLists +
       ", Tensor? document_starts, float softmax_scale) -> (Tensor dq, Tensor dk, Tensor dv)");
   define("recall(Tensor q, Tensor k, " + kIndexLists +
-         ", Tensor? document_starts, float softmax_scale, int last_q, str window, int rows, int seed) -> "
+         ", Tensor? document_starts, float softmax_scale, int last_q, str window, int rows, int "
+         "seed) -> "
          "(Tensor window, Tensor sampled)");
   define("index_mask(" + kIndexLists + ", Tensor? document_starts, SymInt seq_len) -> Tensor");
   define("index_pairs(" + kIndexLists + ", SymInt seq_len) -> Tensor");

@@ -11,6 +11,7 @@
 #include "mtraining/comm/c10d.h"
 #include "mtraining/torch_ops/errors.h"
 #include "mtraining/torch_ops/index_tensors.h"
+#include "mtraining/torch_ops/ring_agreement.h"
 
 namespace mtraining::torch_ops {
 namespace {
@@ -90,6 +91,8 @@ std::tuple<at::Tensor, at::Tensor, std::vector<at::Tensor>> Ring::attend(
         call.index = std::make_shared<const index::Index>(
             from_tensors({index[0], index[1], index[2], index[3], {}, {}}, seq_len));
       }
+      check_agreement(call_values(q, k, document_starts, softmax_scale, options, call.index.get()),
+                      open_->context->index_group());
       const attention::AttentionOutput output =
           attention::sparse_ring_attention(*open_->context, q, k, v, call);
       std::vector<at::Tensor> used;

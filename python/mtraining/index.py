@@ -66,6 +66,9 @@ class Index:
         return float(self._recall(q, k, 1, 0)[0].mean())
 
     def _recall(self, q, k, rows, seed):
+        from mtraining.ops import check_tensors
+
+        check_tensors(q=q, k=k)
         return ops.recall(
             q.detach(),
             k.detach(),

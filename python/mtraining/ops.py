@@ -30,6 +30,7 @@ def build_index(
     Source: MTraining, arXiv 2510.18830, Algorithm 1.
     """
     pattern = checked(pattern)
+    check_tensors(q=q, k=k)
     _check_device(q)
     if q.dim() != 4:
         raise ValueError(f"q: expected [B, S, H, D], got {list(q.shape)}")
@@ -37,6 +38,10 @@ def build_index(
     scale = as_scale(softmax_scale)
     q, k = q.detach(), k.detach()
     if isinstance(pattern, Dense):
+        if documents is not None and documents.device != q.device:
+            raise ValueError(
+                f"document_starts: expected device {q.device} as q, got {documents.device}"
+            )
         return _dense_index(q, documents, scale)
     lists = ops.build_index(q, k, documents, scale, *pattern.arguments())
     return Index(q.shape[1], *lists, documents, scale, pattern.last_q, pattern.window)
@@ -57,6 +62,11 @@ def attend(
     Errors: ValueError, NotImplementedError as above; NotImplementedError for a second derivative.
     Source: MTraining, arXiv 2510.18830, section 3.2: the gradient is exactly as sparse as the attention.
     """
+    check_tensors(q=q, k=k, v=v)
+    if not isinstance(index, Index):
+        raise ValueError(
+            f"index: expected an Index, as build_index returns it, got {type(index).__name__}"
+        )
     _check_device(q)
     if q.dim() != 4 or q.shape[1] != index.seq_len:
         raise ValueError(
@@ -81,6 +91,7 @@ def sparse_attention(
 
     Returns: out [B, S, H, D]; with return_lse and return_index a tuple (out[, lse][, index]) of what was asked for, in this order.
     """
+    check_tensors(q=q, k=k, v=v)
     index = build_index(
         q, k, pattern=pattern, softmax_scale=softmax_scale, document_starts=document_starts
     )
@@ -94,15 +105,30 @@ def as_scale(softmax_scale: float | None) -> float:
     """0 stands for 1 / sqrt(D) in operators. Errors: ValueError unless positive and finite."""
     if softmax_scale is None:
         return 0.0
+    # Not a check for float and int: a compiled function's numbers may be symbols.
+    if isinstance(softmax_scale, (bool, str, bytes, torch.Tensor)) or not hasattr(
+        softmax_scale, "__float__"
+    ):
+        raise ValueError(f"softmax_scale: expected a positive number, got {softmax_scale!r}")
     if not 0 < softmax_scale < float("inf"):
         raise ValueError(f"softmax_scale: expected a positive number, got {softmax_scale}")
     return float(softmax_scale)
 
 
+def check_tensors(**named) -> None:
+    """Errors: ValueError naming what is no tensor, or one without strides (sparse)."""
+    for name, given in named.items():
+        if not isinstance(given, torch.Tensor):
+            raise ValueError(f"{name}: expected a tensor, got {type(given).__name__}")
+        if given.layout != torch.strided:
+            raise ValueError(f"{name}: expected a strided tensor, got layout {given.layout}")
+
+
 def as_document_starts(given, batch: int, seq_len: int) -> torch.Tensor | None:
-    """int32 [B, S]. Errors: ValueError naming the shape or the dtype."""
+    """int32 [B, S]. Errors: ValueError naming the type, the shape or the dtype."""
     if given is None:
         return None
+    check_tensors(document_starts=given)
     if given.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"document_starts: expected int32 or int64, got {given.dtype}")
     if tuple(given.shape) not in ((seq_len,), (batch, seq_len)):

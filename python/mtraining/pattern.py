@@ -53,7 +53,7 @@ class VerticalSlash:
             value = getattr(self, field.name)
             wanted = _KINDS[field.type]
             if isinstance(value, bool) or not isinstance(value, wanted):
-                raise ValueError(f"{field.name}: expected {field.type}, got {value!r}")
+                raise ValueError(f"{field.name}: expected {_SAID[field.type]}, got {value!r}")
         from mtraining.library import ops
 
         ops.check_pattern(*self.arguments())
@@ -83,6 +83,7 @@ _KINDS = {
     str: (str,),
     int | None: (int, type(None)),
 }
+_SAID = {float: "a number", int: "an int", str: "a string", int | None: "an int or None"}
 
 Pattern = Dense | VerticalSlash
 

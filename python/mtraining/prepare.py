@@ -131,18 +131,55 @@ def prepare_bytes(
     )
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m mtraining.prepare", description=__doc__)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--package", default="torch")
-    parser.add_argument("--train-bytes", type=int, default=8 << 20)
-    parser.add_argument("--valid-bytes", type=int, default=(16 << 10) + 1)
-    parser.add_argument("--seed", type=int, default=1)
-    a = parser.parse_args()
+def _positive(name: str):
+    """A parser of whole numbers above 0 for argparse, which names the option itself."""
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = 0
+        if value <= 0:
+            raise argparse.ArgumentTypeError(f"expected a number of {name} above 0, got {text!r}")
+        return value
+
+    return parse
+
+
+class _Parser(argparse.ArgumentParser):
+    """Its mistakes are one sentence as well."""
+
+    def error(self, message: str):
+        self.exit(2, f"mtraining: error: {message}\n")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = _Parser(
+        prog="python -m mtraining.prepare",
+        description="Writes token files for mtraining train from the Python sources of an installed package, a byte a token.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    show = {"default": argparse.SUPPRESS}
+    parser.add_argument(
+        "--out",
+        type=Path,
+        required=True,
+        help="folder for train.bin, train.idx, valid.bin, valid.idx; made if missing",
+        **show,
+    )
+    parser.add_argument("--package", default="torch", help="whose sources to read; not imported")
+    parser.add_argument(
+        "--train-bytes", type=_positive("bytes"), default=8 << 20, help="at most, for training"
+    )
+    parser.add_argument(
+        "--valid-bytes", type=_positive("bytes"), default=(16 << 10) + 1, help="at most, held out"
+    )
+    parser.add_argument("--seed", type=int, default=1, help="order in which files are taken")
+    a = parser.parse_args(arguments)
     try:
         prepared = prepare_bytes(a.out, a.package, a.train_bytes, a.valid_bytes, a.seed)
-    except ValueError as error:
-        print(f"mtraining: error: {error}", file=sys.stderr)
+    except (ValueError, OSError, ModuleNotFoundError) as error:
+        print(f"mtraining: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     assert math.isfinite(prepared.unigram_entropy)
     print(json.dumps(asdict(prepared), indent=2))

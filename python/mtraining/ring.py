@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from mtraining import library as _library  # noqa: F401 registers torch.classes.mtraining
 from mtraining.index import Index
 from mtraining.layout import Ranks, ranks_of
-from mtraining.ops import as_document_starts, as_scale
+from mtraining.ops import as_document_starts, as_scale, check_tensors
 from mtraining.pattern import Dense, Pattern, checked
 
 # Rings that one group keeps open: each holds communicators, threads and buffers of its own.
@@ -92,7 +92,8 @@ def ring_attention(
 ):
     """Causal attention over a sequence that is spread over ranks, on the pairs that the pattern chooses. Differentiable.
 
-    Collective over the group or mesh: all ranks call it alike, in the same order, and their backward passes likewise.
+    Collective over the group or mesh: all ranks call it alike, in the same order, and their backward passes likewise. Where ranks
+    differ in pattern, index, dtype, shapes, scale or documents, all of them raise the same ValueError that says in what.
 
     Args:
         q: [B, S_local, H, D]; k, v: [B, S_local, Hk, D]: this rank's shards, as shard() with the same layout, stripe and mesh
@@ -118,7 +119,10 @@ def ring_attention(
     Source: MTraining, arXiv 2510.18830, Algorithm 2.
     """
     pattern = checked(pattern)
+    check_tensors(q=q, k=k, v=v)
     if index is not None:
+        if not isinstance(index, Index):
+            raise ValueError(f"index: expected an Index or None, got {type(index).__name__}")
         seq_len = index.seq_len if seq_len is None else seq_len
         document_starts = index.document_starts if document_starts is None else document_starts
     replayed = index is not None and softmax_scale is None
@@ -131,6 +135,8 @@ def ring_attention(
     if q.device.type != "cpu":
         raise NotImplementedError(f"q: expected a tensor on cpu, got one on {q.device}")
     if seq_len is None:
+        if document_starts is not None:
+            check_tensors(document_starts=document_starts)
         whole = document_starts.shape[-1] if document_starts is not None else None
         seq_len = whole if whole is not None else q.shape[1] * ranks.cp_size
     documents = as_document_starts(document_starts, q.shape[0], seq_len)

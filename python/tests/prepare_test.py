@@ -1,7 +1,11 @@
 """Token files written in Python are what the format says; the text is split without overlap."""
 
 import math
+import os
 import struct
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -43,6 +47,42 @@ def test_text_is_split_by_file_and_repeats(tmp_path):
     assert valid[:400] not in (tmp_path / "a" / "train.bin").read_bytes()
     with pytest.raises(ValueError, match="no_such_package"):
         python_sources("no_such_package")
+
+
+def prepare(*arguments):
+    root = Path(__file__).resolve().parents[1]
+    return subprocess.run(
+        [sys.executable, "-m", "mtraining.prepare", *map(str, arguments)],
+        env={**os.environ, "PYTHONPATH": str(root)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_mistakes_are_one_sentence_and_exit_2(tmp_path):
+    file = tmp_path / "file"
+    file.write_text("")
+    for arguments, words in (
+        (["--out", file / "below", "--package", "numpy"], "file"),  # OSError: below a file
+        (["--out", tmp_path, "--package", "no_such.package"], "no_such"),
+        (["--out", tmp_path, "--package", "no_such"], "no_such"),
+        (["--out", tmp_path, "--train-bytes", "0"], "--train-bytes: expected"),
+        (["--out", tmp_path, "--valid-bytes", "-5"], "--valid-bytes: expected"),
+        (["--out", tmp_path, "--train-bytes", "many"], "--train-bytes: expected"),
+        ([], "--out"),
+    ):
+        result = prepare(*arguments)
+        assert result.returncode == 2, result.stderr
+        assert result.stderr.startswith("mtraining: error: ") and words in result.stderr
+        assert result.stderr.count("\n") == 1 and "Traceback" not in result.stderr
+
+
+def test_help_says_what_each_option_means_and_its_default():
+    text = " ".join(prepare("--help").stdout.split())
+    for words in ("(default: torch)", "(default: 8388608)", "(default: 16385)", "held out"):
+        assert words in text, text
 
 
 def test_pictures_follow_the_definition():

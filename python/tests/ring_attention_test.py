@@ -124,6 +124,30 @@ def errors_are_told_to_all(rank):
     if rank == 0:
         assert "rank 1" in str(caught.value)
     assert torch.equal(mtraining.ring_attention(*parts, seq_len=300), before)
+    # Ranks that mean different things: both say in what, at once.
+    odd = mtraining.VerticalSlash(p_vertical=0.5 if rank else 0.9)
+    either = mtraining.Dense() if rank else mtraining.VerticalSlash()
+    documents = torch.arange(300) // (100 + 50 * rank) * (100 + 50 * rank)
+    index = mtraining.ring_attention(*parts, seq_len=300, return_index=True)[1]
+    for change, text in (
+        (
+            {"pattern": odd},
+            r"pattern \(p_vertical\): rank 0 has 0.9\d*, rank 1 has 0.5",
+        ),
+        ({"pattern": either}, "pattern: rank 0 has VerticalSlash, rank 1 has Dense"),
+        ({"document_starts": documents}, "document_starts: rank 0"),
+        ({"softmax_scale": 0.5 + rank}, "softmax_scale: rank 0 has 0.5, rank 1 has 1.5"),
+        ({"index": index if rank else None}, "pattern: .*rank 1 has a given index"),
+        ({"dtype": torch.float64 if rank else torch.float32}, "dtype: .* rank 1 has float64"),
+        ({"heads": 2 if rank else 4}, r"shape of q: rank 0 has \[1, 192, 4, 64\], rank 1"),
+    ):
+        dtype, heads = change.pop("dtype", torch.float32), change.pop("heads", 4)
+        given = [x.to(dtype) for x in (parts[0][:, :, :heads], *parts[1:])]
+        begin = time.monotonic()
+        with pytest.raises(ValueError, match=f"ranks differ in {text}"):
+            mtraining.ring_attention(*given, **{"seq_len": 300, **change})
+        assert time.monotonic() - begin < 10
+    assert torch.equal(mtraining.ring_attention(*parts, seq_len=300), before)
     for call, kind, text in (
         (
             {"group": dist.group.WORLD, "device_mesh": init_device_mesh("cpu", (2,))},

@@ -346,8 +346,72 @@ ERRORS = [
     (lambda: mtraining.VerticalSlash(selection="x"), ValueError, "selection: expected head"),
     (lambda: mtraining.VerticalSlash(local_blocks=0), ValueError, "local_blocks"),
     (lambda: mtraining.VerticalSlash(max_columns=-1), ValueError, "max_columns"),
+    (lambda: mtraining.VerticalSlash(p_vertical="x"), ValueError, "p_vertical: .* number, got 'x'"),
+    (lambda: mtraining.VerticalSlash(p_slash=None), ValueError, "p_slash: .* number, got None"),
+    (lambda: mtraining.sparse_attention([1.0], Q, Q), ValueError, "q: .*tensor, got list"),
+    (lambda: mtraining.sparse_attention(Q, None, Q), ValueError, "k: .*tensor, got NoneType"),
+    (lambda: mtraining.sparse_attention(Q, Q, 1.0), ValueError, "v: .*tensor, got float"),
+    (lambda: mtraining.sparse_attention(Q.to_sparse(), Q, Q), ValueError, "q: .*strided"),
+    (lambda: mtraining.sparse_attention(Q, Q, Q.to_sparse()), ValueError, "v: .*strided"),
+    (lambda: mtraining.attend(Q, Q, Q, None), ValueError, "index: expected an Index.*got NoneType"),
+    (
+        lambda: mtraining.build_index(Q, Q, document_starts=[0] * 64),
+        ValueError,
+        "document_starts: expected a tensor, got list",
+    ),
+    (lambda: mtraining.build_index(Q, Q, softmax_scale="1"), ValueError, "softmax_scale.*'1'"),
+    (lambda: mtraining.build_index(Q, Q, softmax_scale=[1]), ValueError, r"softmax_scale.*\[1\]"),
+    (lambda: mtraining.build_index(Q, Q, softmax_scale=True), ValueError, "softmax_scale.*True"),
     (lambda: mtraining.positions(10), RuntimeError, "init_process_group"),
 ]
+
+
+def elsewhere(index, name):
+    return dataclasses.replace(index, **{name: getattr(index, name).to("meta")})
+
+
+def test_tensors_on_two_devices_are_refused_by_name():
+    """Never read through a raw pointer, and never answered with memory that nobody wrote."""
+    q, k, v = structured(1, 128, 2, 1, 16)
+    starts = torch.zeros(1, 128, dtype=torch.int32)
+    index = mtraining.build_index(q, k, pattern=SPARSE, document_starts=starts)
+    far = {x: t.to("meta") for x, t in {"q": q, "k": k, "v": v, "starts": starts}.items()}
+    cases = {
+        "k": [
+            lambda: mtraining.sparse_attention(q, far["k"], v),
+            lambda: mtraining.build_index(q, far["k"], pattern=SPARSE),
+            lambda: mtraining.attend(q, far["k"], v, index),
+            lambda: index.recall(q, far["k"]),
+            lambda: mtraining.sparse_attention(q, far["k"], v, pattern=mtraining.Dense()),
+        ],
+        "v": [
+            lambda: mtraining.sparse_attention(q, k, far["v"], pattern=SPARSE),
+            lambda: mtraining.attend(q.requires_grad_(), k, far["v"], index),
+        ],
+        "document_starts": [
+            lambda: mtraining.build_index(q, k, document_starts=far["starts"]),
+            lambda: mtraining.build_index(
+                q, k, document_starts=far["starts"], pattern=mtraining.Dense()
+            ),
+            lambda: elsewhere(index, "document_starts").recall(q, k),
+            lambda: mtraining.attend(q, k, v, elsewhere(index, "document_starts")),
+        ],
+    }
+    for name in ("diagonals", "num_diagonals", "columns", "num_columns"):
+        cases[name] = [
+            lambda other=elsewhere(index, name): mtraining.attend(q, k, v, other),
+            lambda other=elsewhere(index, name): other.recall(q, k),
+        ]
+    for name, calls in cases.items():
+        for call in calls:
+            with pytest.raises(ValueError, match=f"^{name}: expected device cpu as q, got meta$"):
+                call()
+    with pytest.raises(ValueError, match="^num_columns: expected device cpu as diagonals"):
+        elsewhere(index, "num_columns").mask()
+    with pytest.raises(ValueError, match="^columns: expected device cpu as diagonals"):
+        elsewhere(index, "columns").pairs()
+    with pytest.raises(ValueError, match="^k: expected device meta as q, got cpu"):
+        mtraining.build_index(far["q"], k)
 
 
 @pytest.mark.parametrize("call, kind, text", ERRORS, ids=range(len(ERRORS)))

@@ -1,0 +1,138 @@
+#include "mtraining/torch_ops/ring_agreement.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <iomanip>
+#include <sstream>
+
+#include "mtraining/attention/tensors.h"
+#include "mtraining/base/check.h"
+
+namespace mtraining::torch_ops {
+namespace {
+
+template <typename Value>
+std::string as_text(const Value& value) {
+  std::ostringstream out;
+  out << std::setprecision(17) << value;
+  return out.str();
+}
+std::string as_text(const std::optional<int64_t>& value) {
+  return value ? as_text(*value) : "none";
+}
+
+const char* name_of(pattern::SlashPooling pooling) {
+  switch (pooling) {
+    case pattern::SlashPooling::kBlock:
+      return "block";
+    case pattern::SlashPooling::kPaper:
+      return "paper";
+    case pattern::SlashPooling::kToken:
+      return "token";
+  }
+  return "unknown";
+}
+
+class Digest {
+ public:
+  void add(const void* data, size_t bytes) {
+    const auto* from = static_cast<const unsigned char*>(data);
+    for (size_t i = 0; i < bytes; ++i) hash_ = (hash_ ^ from[i]) * 1099511628211ULL;
+  }
+  void add(const index::Lists& lists) {
+    for (int64_t row = 0; row < lists.rows; ++row) {
+      const auto values = lists.row(row);
+      add(&lists.counts[static_cast<size_t>(row)], sizeof(int32_t));
+      add(values.data(), values.size_bytes());
+    }
+  }
+  std::string text() const { return concat("content ", std::hex, hash_); }
+
+ private:
+  uint64_t hash_ = 14695981039346656037ULL;
+};
+
+std::string sizes_text(const at::Tensor& tensor) {
+  return tensor.defined() ? as_text(tensor.sizes()) : "none";
+}
+
+std::string documents_text(const at::Tensor& document_starts) {
+  if (!document_starts.defined()) return "none";
+  if (!document_starts.is_cpu()) return "not on the CPU";
+  const at::Tensor contiguous = document_starts.contiguous();
+  Digest digest;
+  digest.add(contiguous.const_data_ptr(), contiguous.nbytes());
+  return digest.text();
+}
+
+}  // namespace
+
+std::vector<AgreedValue> call_values(const at::Tensor& q, const at::Tensor& k,
+                                     const at::Tensor& document_starts, double softmax_scale,
+                                     const std::optional<pattern::VerticalSlashOptions>& options,
+                                     const index::Index* replayed) {
+  Digest lists;
+  if (replayed != nullptr) {
+    lists.add(replayed->diagonals);
+    lists.add(replayed->columns);
+  }
+  const std::string kind = replayed != nullptr ? "a given index"
+                           : options           ? "VerticalSlash"
+                                               : "Dense";
+  std::vector<AgreedValue> values = {
+      {"pattern", kind},
+      {"index", replayed != nullptr ? lists.text() : "none"},
+      {"dtype", attention::dtype_name(q.scalar_type())},
+      {"shape of q", sizes_text(q)},
+      {"shape of k", sizes_text(k)},
+      {"softmax_scale", as_text(softmax_scale)},
+      {"document_starts", documents_text(document_starts)},
+  };
+  const auto add = [&](const char* name, const auto& value) {
+    values.push_back({concat("pattern (", name, ")"), options ? as_text(value) : "none"});
+  };
+  const pattern::VerticalSlashOptions shown = options.value_or(pattern::VerticalSlashOptions());
+  add("p_vertical", shown.p_vertical);
+  add("p_slash", shown.p_slash);
+  add("last_q", shown.last_q);
+  add("window", shown.window == pattern::Window::kLast ? "last" : "strided");
+  add("slash_pooling", name_of(shown.slash_pooling));
+  add("selection", shown.selection == pattern::Selection::kHead ? "head" : "kv_group");
+  add("sink_tokens", shown.sink_tokens);
+  add("local_blocks", shown.local_blocks);
+  add("max_columns", shown.max_columns);
+  add("max_diagonals", shown.max_diagonals);
+  add("dense_threshold", shown.dense_threshold);
+  add("recall_floor", shown.recall_floor);
+  add("recall_rows", shown.recall_rows);
+  return values;
+}
+
+void check_agreement(const std::vector<AgreedValue>& values, comm::Communicator& group) {
+  if (group.size() == 1) return;
+  using Cell = std::array<char, kAgreedBytes>;
+  const size_t ranks = static_cast<size_t>(group.size());
+  std::vector<Cell> mine(values.size(), Cell{});
+  for (size_t i = 0; i < values.size(); ++i) {
+    std::memcpy(mine[i].data(), values[i].text.data(),
+                std::min(values[i].text.size(), kAgreedBytes - 1));
+  }
+  std::vector<std::vector<Cell>> all(ranks, mine);
+  const auto bytes = static_cast<int64_t>(mine.size() * sizeof(Cell));
+  std::vector<comm::Buffer> received;
+  for (std::vector<Cell>& cells : all) received.push_back({cells.data(), bytes});
+  group.all_gather({mine.data(), bytes}, received)->wait();
+  for (size_t i = 0; i < values.size(); ++i) {
+    for (size_t rank = 1; rank < ranks; ++rank) {
+      MT_CHECK_ARG(all[rank][i] == all[0][i],
+                   "ring_attention: expected the same call on all ranks, ", "but ranks differ in ",
+                   values[i].name, ": rank 0 has ", all[0][i].data(), ", rank ", rank, " has ",
+                   all[rank][i].data());
+    }
+  }
+}
+
+}  // namespace mtraining::torch_ops
