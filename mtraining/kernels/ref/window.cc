@@ -46,7 +46,8 @@ class Window {
         group_(params.num_q_heads / params.num_kv_heads) {
     check(params);
     for (int64_t r = 0; r < p_.num_rows; ++r) {
-      MT_CHECK_ARG(p_.row_positions[r] >= 0, "row_positions[", r, "]: expected >= 0, got ",
+      MT_CHECK_ARG(p_.row_positions[r] >= 0 && p_.row_positions[r] < p_.seq_len, "row_positions[",
+                   r, "]: expected 0 .. seq_len - 1 = ", p_.seq_len - 1, ", got ",
                    p_.row_positions[r]);
     }
   }
@@ -109,12 +110,12 @@ class Window {
     ops_.transpose_to_lanes(s.rows, depth_, static_cast<float>(p_.softmax_scale), s.q_lanes);
   }
 
+  /// Keys at seq_len and beyond are in the future of every row.
   bool score_tile(int64_t batch, int64_t head, int64_t block, WindowScratch& s) const {
     const int64_t first = block * kBlock;
     int count = 0;
     for (; count < kBlock && first + count < p_.num_keys; ++count) {
       const int64_t position = p_.k_block_starts[block] + count * p_.position_stride;
-      if (position >= p_.seq_len) break;
       s.k.position[count] = static_cast<int32_t>(position);
       s.k.rows[count] = static_cast<int32_t>(first + count);
     }

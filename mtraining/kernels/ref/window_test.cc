@@ -41,8 +41,7 @@ Precision precision_of(DType dtype) {
 }
 
 Problem make_problem(std::vector<int32_t> rows, uint64_t seed, DType dtype = DType::kFloat32,
-                     bool documents = false) {
-  Problem p;
+                     bool documents = false, Problem p = {}) {
   p.dtype = dtype;
   p.row_positions = std::move(rows);
   const Rng rng(seed);
@@ -308,6 +307,29 @@ TEST(Window, AnySplitOfTheKeysGivesTheSameIntegers) {
   }
 }
 
+// Long enough for one shard to be several threads' work.
+TEST(Window, ManyKeysInOneShardGiveTheSameIntegersAsInSeveral) {
+  Problem shape;
+  shape.batch = 1;
+  shape.heads = 2;
+  shape.kv_heads = 1;
+  shape.dim = 8;
+  shape.seq_len = 7000;
+  const Problem p = make_problem(last_rows(7000, 64), 31, DType::kFloat32, false, shape);
+  const Mask m = make_mask(p);
+  std::vector<Shard> several;
+  for (int r = 0; r < 7; ++r) {
+    std::vector<int32_t> starts;
+    for (int32_t i = r * 64; i < 7000; i += 7 * 64) starts.push_back(i);
+    several.push_back(make_shard(p, starts));
+  }
+  const Estimate expected = estimate(p, several, m.bits, m.columns);
+  for (const int threads : {1, 2, 3}) {
+    const ThreadCountScope scope(threads);
+    EXPECT_EQ(estimate(p, whole(p), m.bits, m.columns), expected) << threads;
+  }
+}
+
 TEST(Window, SumsAreConsistent) {
   const Problem p = make_problem(last_rows(333, 64), 9);
   const Mask m = make_mask(p);
@@ -407,6 +429,9 @@ TEST(Window, NamesWhatIsWrong) {
   const std::vector<int32_t> negative = {-1, 2, 3, 4};
   w.row_positions = negative.data();
   expect("row_positions[0]", w);
+  const std::vector<int32_t> beyond = {1, 2, 3, static_cast<int32_t>(p.seq_len)};
+  w.row_positions = beyond.data();
+  expect("row_positions[3]", w);
   w = params_of(p, shards[0]);
   const std::vector<int32_t> positions = {3, 2}, counts(p.batch * p.heads, 2);
   EXPECT_THROW(ref::window_covered(w, row_max.data(), sums.data(), nullptr, 0,
