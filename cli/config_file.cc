@@ -84,7 +84,7 @@ void visit_keys(train::RunConfig& c, Visitor&& v) {
   v.key("model.num_attention_heads", c.model.num_attention_heads);
   v.key("model.num_key_value_heads", c.model.num_key_value_heads);
   v.key("model.head_dim", c.model.head_dim);
-  v.key("model.rope_theta", c.model.rope_theta);
+  v.key("model.rope_theta", c.model.rope.rope_theta);
   v.key("model.rms_norm_eps", c.model.rms_norm_eps);
   v.key("model.tie_word_embeddings", c.model.tie_word_embeddings);
   v.key("model.initializer_range", c.model.initializer_range);

@@ -2,7 +2,9 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
 #include <cmath>
+#include <optional>
 
 #include "mtraining/base/check.h"
 #include "mtraining/base/rng.h"
@@ -48,11 +50,76 @@ at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps) {
   return at::rms_norm(x, {x.size(-1)}, weight, eps);
 }
 
+at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias) {
+  return at::linear(x, weight, bias.defined() ? std::optional(bias) : std::nullopt);
+}
+
+Family family_of(const DecoderConfig& config) {
+  try {
+    return parse_family(config.architecture);
+  } catch (const Unsupported&) {
+    throw Unsupported(
+        concat("model.architecture: expected \"qwen2\", \"qwen3\" or \"llama\", got \"",
+               config.architecture, '"'));
+  }
+}
+
+struct NamedShape {
+  std::string name;
+  std::vector<int64_t> shape;
+  bool operator==(const NamedShape&) const = default;
+};
+
+/// In the order of DecoderParameters::list().
+std::vector<NamedShape> parameter_shapes(const DecoderConfig& c) {
+  const OptionalTensors has = optional_tensors(c);
+  const int64_t q = c.num_attention_heads * c.head_dim, kv = c.num_key_value_heads * c.head_dim;
+  std::vector<NamedShape> all{{"model.embed_tokens.weight", {c.vocab_size, c.hidden_size}}};
+  for (int64_t i = 0; i < c.num_hidden_layers; ++i) {
+    const auto add = [&, prefix = layer_prefix(i)](const char* name, std::vector<int64_t> shape,
+                                                   bool present = true) {
+      if (present) all.push_back({prefix + name, std::move(shape)});
+    };
+    add("input_layernorm.weight", {c.hidden_size});
+    add("self_attn.q_proj.weight", {q, c.hidden_size});
+    add("self_attn.q_proj.bias", {q}, has.qkv_bias);
+    add("self_attn.k_proj.weight", {kv, c.hidden_size});
+    add("self_attn.k_proj.bias", {kv}, has.qkv_bias);
+    add("self_attn.v_proj.weight", {kv, c.hidden_size});
+    add("self_attn.v_proj.bias", {kv}, has.qkv_bias);
+    add("self_attn.o_proj.weight", {c.hidden_size, q});
+    add("self_attn.o_proj.bias", {c.hidden_size}, has.out_bias);
+    add("self_attn.q_norm.weight", {c.head_dim}, has.qk_norm);
+    add("self_attn.k_norm.weight", {c.head_dim}, has.qk_norm);
+    add("post_attention_layernorm.weight", {c.hidden_size});
+    add("mlp.gate_proj.weight", {c.intermediate_size, c.hidden_size});
+    add("mlp.up_proj.weight", {c.intermediate_size, c.hidden_size});
+    add("mlp.down_proj.weight", {c.hidden_size, c.intermediate_size});
+  }
+  all.push_back({"model.norm.weight", {c.hidden_size}});
+  if (!c.tie_word_embeddings) all.push_back({"lm_head.weight", {c.vocab_size, c.hidden_size}});
+  return all;
+}
+
+void check_parameters(const DecoderConfig& config, const DecoderParameters& parameters) {
+  const auto text = [](const std::vector<NamedShape>& shapes, size_t i) {
+    return i < shapes.size() ? concat(shapes[i].name, ' ', at::IntArrayRef(shapes[i].shape))
+                             : std::string("none");
+  };
+  std::vector<NamedShape> got;
+  for (const Parameter& each : parameters.list())
+    got.push_back(
+        {each.name, each.value.defined() ? each.value.sizes().vec() : std::vector<int64_t>{}});
+  const std::vector<NamedShape> want = parameter_shapes(config);
+  for (size_t i = 0; i < std::max(want.size(), got.size()); ++i)
+    MT_CHECK_ARG(i < want.size() && i < got.size() && want[i] == got[i], "parameters: expected ",
+                 text(want, i), ", got ", text(got, i));
+}
+
 }  // namespace
 
 void check(const DecoderConfig& config) {
-  MT_CHECK_SUPPORTED(config.architecture == "qwen2",
-                     "model.architecture: expected \"qwen2\", got \"", config.architecture, "\"");
+  const Family family = family_of(config);
   const auto positive = [](const char* key, int64_t value) {
     MT_CHECK_ARG(value >= 1, "model.", key, ": expected at least 1, got ", value);
   };
@@ -68,8 +135,12 @@ void check(const DecoderConfig& config) {
                config.num_key_value_heads, ", got ", config.num_attention_heads);
   MT_CHECK_ARG(config.head_dim % 8 == 0, "model.head_dim: expected a multiple of 8, got ",
                config.head_dim);
-  MT_CHECK_ARG(config.rope_theta > 1, "model.rope_theta: expected more than 1, got ",
-               config.rope_theta);
+  MT_CHECK_ARG(config.rope.rope_theta > 1, "model.rope_theta: expected more than 1, got ",
+               config.rope.rope_theta);
+  check(config.rope);
+  MT_CHECK_ARG(family != Family::kQwen2 || !config.attention_bias,
+               "model.attention_bias: expected false with architecture \"qwen2\", whose q, k and v "
+               "always have biases and whose o has none, got true");
   MT_CHECK_ARG(config.rms_norm_eps > 0, "model.rms_norm_eps: expected more than 0, got ",
                config.rms_norm_eps);
   MT_CHECK_ARG(config.initializer_range > 0, "model.initializer_range: expected more than 0, got ",
@@ -79,19 +150,84 @@ void check(const DecoderConfig& config) {
                config.embedding_initializer_range);
 }
 
+DecoderConfig decoder_config(const HfConfig& config, at::ScalarType dtype) {
+  check(config);
+  DecoderConfig result;
+  result.architecture = to_string(config.family);
+  result.vocab_size = config.vocab_size;
+  result.hidden_size = config.hidden_size;
+  result.intermediate_size = config.intermediate_size;
+  result.num_hidden_layers = config.num_hidden_layers;
+  result.num_attention_heads = config.num_attention_heads;
+  result.num_key_value_heads = config.num_key_value_heads;
+  result.head_dim = config.head_dim;
+  result.rope = config.rope;
+  result.rms_norm_eps = config.rms_norm_eps;
+  result.tie_word_embeddings = config.tie_word_embeddings;
+  result.attention_bias = config.attention_out_bias;
+  result.initializer_range = config.initializer_range;
+  result.embedding_initializer_range = config.initializer_range;
+  result.dtype = dtype;
+  check(result);
+  const OptionalTensors asked{config.qkv_bias, config.attention_out_bias, config.qk_norm};
+  const OptionalTensors got = optional_tensors(result);
+  MT_CHECK_SUPPORTED(asked == got, "model of the ", result.architecture,
+                     " family: expected qkv_bias ", got.qkv_bias, ", attention_out_bias ",
+                     got.out_bias, ", qk_norm ", got.qk_norm, ", got ", asked.qkv_bias, ", ",
+                     asked.out_bias, ", ", asked.qk_norm);
+  return result;
+}
+
+HfConfig hf_config(const DecoderConfig& config, int64_t max_position_embeddings) {
+  check(config);
+  const OptionalTensors has = optional_tensors(config);
+  HfConfig result;
+  result.family = family_of(config);
+  result.vocab_size = config.vocab_size;
+  result.hidden_size = config.hidden_size;
+  result.intermediate_size = config.intermediate_size;
+  result.num_hidden_layers = config.num_hidden_layers;
+  result.num_attention_heads = config.num_attention_heads;
+  result.num_key_value_heads = config.num_key_value_heads;
+  result.head_dim = config.head_dim;
+  result.max_position_embeddings = max_position_embeddings;
+  result.rms_norm_eps = config.rms_norm_eps;
+  result.initializer_range = config.initializer_range;
+  result.tie_word_embeddings = config.tie_word_embeddings;
+  result.qkv_bias = has.qkv_bias;
+  result.attention_out_bias = has.out_bias;
+  result.qk_norm = has.qk_norm;
+  result.rope = config.rope;
+  check(result);
+  return result;
+}
+
+OptionalTensors optional_tensors(const DecoderConfig& config) {
+  const Family family = family_of(config);
+  return {.qkv_bias = family == Family::kQwen2 || config.attention_bias,
+          .out_bias = family != Family::kQwen2 && config.attention_bias,
+          .qk_norm = family == Family::kQwen3};
+}
+
 std::vector<Parameter> DecoderParameters::list() const {
   std::vector<Parameter> all{{"model.embed_tokens.weight", embed_tokens}};
   for (size_t i = 0; i < layers.size(); ++i) {
     const LayerParameters& l = layers[i];
     const std::string prefix = layer_prefix(static_cast<int64_t>(i));
+    const auto add_optional = [&](const char* name, const at::Tensor& value) {
+      if (value.defined()) all.push_back({prefix + name, value});
+    };
     all.push_back({prefix + "input_layernorm.weight", l.input_norm});
     all.push_back({prefix + "self_attn.q_proj.weight", l.q_weight});
-    all.push_back({prefix + "self_attn.q_proj.bias", l.q_bias});
+    add_optional("self_attn.q_proj.bias", l.q_bias);
     all.push_back({prefix + "self_attn.k_proj.weight", l.k_weight});
-    all.push_back({prefix + "self_attn.k_proj.bias", l.k_bias});
+    add_optional("self_attn.k_proj.bias", l.k_bias);
     all.push_back({prefix + "self_attn.v_proj.weight", l.v_weight});
-    all.push_back({prefix + "self_attn.v_proj.bias", l.v_bias});
+    add_optional("self_attn.v_proj.bias", l.v_bias);
     all.push_back({prefix + "self_attn.o_proj.weight", l.o_weight});
+    add_optional("self_attn.o_proj.bias", l.o_bias);
+    add_optional("self_attn.q_norm.weight", l.q_norm);
+    add_optional("self_attn.k_norm.weight", l.k_norm);
     all.push_back({prefix + "post_attention_layernorm.weight", l.post_attention_norm});
     all.push_back({prefix + "mlp.gate_proj.weight", l.gate_weight});
     all.push_back({prefix + "mlp.up_proj.weight", l.up_weight});
@@ -105,6 +241,7 @@ std::vector<Parameter> DecoderParameters::list() const {
 DecoderParameters init_parameters(const DecoderConfig& config, uint64_t seed) {
   check(config);
   const Initializer init(config, seed);
+  const OptionalTensors has = optional_tensors(config);
   const int64_t hidden = config.hidden_size, ffn = config.intermediate_size;
   const int64_t q = config.num_attention_heads * config.head_dim;
   const int64_t kv = config.num_key_value_heads * config.head_dim;
@@ -122,9 +259,16 @@ DecoderParameters init_parameters(const DecoderConfig& config, uint64_t seed) {
     l.k_weight = init.normal(name + "self_attn.k_proj.weight", {kv, hidden}, deviation);
     l.v_weight = init.normal(name + "self_attn.v_proj.weight", {kv, hidden}, deviation);
     l.o_weight = init.normal(name + "self_attn.o_proj.weight", {hidden, q}, residual);
-    l.q_bias = init.zeros(q);
-    l.k_bias = init.zeros(kv);
-    l.v_bias = init.zeros(kv);
+    if (has.qkv_bias) {
+      l.q_bias = init.zeros(q);
+      l.k_bias = init.zeros(kv);
+      l.v_bias = init.zeros(kv);
+    }
+    if (has.out_bias) l.o_bias = init.zeros(hidden);
+    if (has.qk_norm) {
+      l.q_norm = init.ones(config.head_dim);
+      l.k_norm = init.ones(config.head_dim);
+    }
     l.post_attention_norm = init.ones(hidden);
     l.gate_weight = init.normal(name + "mlp.gate_proj.weight", {ffn, hidden}, deviation);
     l.up_weight = init.normal(name + "mlp.up_proj.weight", {ffn, hidden}, deviation);
@@ -141,9 +285,8 @@ DecoderParameters init_parameters(const DecoderConfig& config, uint64_t seed) {
 Decoder::Decoder(const DecoderConfig& config, DecoderParameters parameters)
     : config_(config), parameters_(std::move(parameters)) {
   check(config_);
-  MT_CHECK_ARG(static_cast<int64_t>(parameters_.layers.size()) == config_.num_hidden_layers,
-               "parameters: expected ", config_.num_hidden_layers, " layers, got ",
-               parameters_.layers.size());
+  check_parameters(config_, parameters_);
+  frequencies_ = decoder_frequencies(config_.rope, config_.head_dim);
 }
 
 at::Tensor Decoder::forward(const at::Tensor& ids, const at::Tensor& positions,
@@ -158,24 +301,28 @@ at::Tensor Decoder::forward(const at::Tensor& ids, const at::Tensor& positions,
   };
   part("embed", -1, true);
   at::Tensor h = at::embedding(parameters_.embed_tokens, ids);
-  const RopeTable rope = rope_table(positions, dim, config_.rope_theta);
+  const RopeTable rope = rope_table(positions, frequencies_);
+  const auto heads = [&](const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias) {
+    return linear(x, weight, bias).view({batch, n, -1, dim});
+  };
+  const auto turned = [&](const at::Tensor& x, const at::Tensor& norm) {
+    return apply_rope(norm.defined() ? rms_norm(x, norm, config_.rms_norm_eps) : x, rope);
+  };
   part("embed", -1, false);
   for (size_t i = 0; i < parameters_.layers.size(); ++i) {
     const LayerParameters& l = parameters_.layers[i];
     const auto layer = static_cast<int64_t>(i);
     part("attention_input", layer, true);
     const at::Tensor x = rms_norm(h, l.input_norm, config_.rms_norm_eps);
-    const at::Tensor q =
-        apply_rope(at::linear(x, l.q_weight, l.q_bias).view({batch, n, -1, dim}), rope);
-    const at::Tensor k =
-        apply_rope(at::linear(x, l.k_weight, l.k_bias).view({batch, n, -1, dim}), rope);
-    const at::Tensor v = at::linear(x, l.v_weight, l.v_bias).view({batch, n, -1, dim});
+    const at::Tensor q = turned(heads(x, l.q_weight, l.q_bias), l.q_norm);
+    const at::Tensor k = turned(heads(x, l.k_weight, l.k_bias), l.k_norm);
+    const at::Tensor v = heads(x, l.v_weight, l.v_bias);
     part("attention_input", layer, false);
     part("attention", layer, true);
     const at::Tensor attended = attend(layer, q, k, v).reshape({batch, n, -1});
     part("attention", layer, false);
     part("mlp", layer, true);
-    h = h + at::linear(attended, l.o_weight);
+    h = h + linear(attended, l.o_weight, l.o_bias);
     const at::Tensor y = rms_norm(h, l.post_attention_norm, config_.rms_norm_eps);
     h = h + at::linear(at::silu(at::linear(y, l.gate_weight)) * at::linear(y, l.up_weight),
                        l.down_weight);

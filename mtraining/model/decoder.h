@@ -1,12 +1,14 @@
-// Decoder: a Qwen2-shaped language model as plain tensors and one function.
+// Decoder: a language model of the Qwen2, Qwen3 or Llama family as plain tensors and one function.
 //
 // In:   token ids [B, n] of this rank's shard, their positions [n], an attention function (train/ gives the ring).
 // Out:  hidden states [B, n, hidden] after the last norm; train/ turns them into a loss in chunks, never into whole logits.
 // Next: train/loss.h.
 //
-// h = h + o(attend(rope(q(norm(h))), rope(k(..)), v(..))); h = h + down(silu(gate(norm(h))) * up(norm(h))). Nothing here knows
-// ranks: all but attention works token by token. Parameters carry Hugging Face's names.
-// Source: the public Qwen2 architecture (RMSNorm, rotary positions, grouped queries with q/k/v bias, SwiGLU, tied head).
+// h = h + o(attend(rope(q(norm(h))), rope(k(..)), v(..))); h = h + down(silu(gate(norm(h))) * up(norm(h))). The families differ in
+// which tensors a layer has: biases of q, k, v (Qwen2), RMSNorm of every head of q and k before RoPE (Qwen3), none of them (Llama)
+// unless attention_bias is set. Nothing here knows ranks: all but attention works token by token. Parameters carry Hugging
+// Face's names.
+// Source: the public Qwen2, Qwen3 and Llama architectures (RMSNorm, rotary positions, grouped queries, SwiGLU, tied or own head).
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -17,11 +19,14 @@
 #include <string_view>
 #include <vector>
 
+#include "mtraining/model/hf_config.h"
+#include "mtraining/model/rope_scaling.h"
+
 namespace mtraining::model {
 
 /// Keys of [model] (named as in Hugging Face's config.json).
 struct DecoderConfig {
-  std::string architecture = "qwen2";
+  std::string architecture = "qwen2";  ///< "qwen2", "qwen3", "llama"
   int64_t vocab_size = 0;
   int64_t hidden_size = 0;
   int64_t intermediate_size = 0;
@@ -29,9 +34,11 @@ struct DecoderConfig {
   int64_t num_attention_heads = 0;
   int64_t num_key_value_heads = 0;
   int64_t head_dim = 0;  ///< explicit, never derived
-  double rope_theta = 10000.0;
+  RopeParameters rope;
   double rms_norm_eps = 1e-6;
   bool tie_word_embeddings = true;
+  bool attention_bias =
+      false;  ///< Qwen3, Llama: biases of q, k, v and o; Qwen2's q, k, v always have theirs
   double initializer_range =
       0.02;  ///< standard deviation of matrices; those that write to the residual / sqrt(2 layers)
   double embedding_initializer_range = 0.02;
@@ -40,17 +47,32 @@ struct DecoderConfig {
 /// Errors: InvalidArgument naming the key, what was expected and got. Unsupported: another architecture.
 void check(const DecoderConfig& config);
 
+/// What config.json says, initializer_range for the embedding too. Errors: those of check(); Unsupported: flags that are not the
+/// family's.
+DecoderConfig decoder_config(const HfConfig& config, at::ScalarType dtype = at::kFloat);
+/// What a config.json says of this model. Errors: those of check(const HfConfig&).
+HfConfig hf_config(const DecoderConfig& config, int64_t max_position_embeddings);
+
+/// The tensors that not every family has.
+struct OptionalTensors {
+  bool qkv_bias = false, out_bias = false, qk_norm = false;
+  bool operator==(const OptionalTensors&) const = default;
+};
+OptionalTensors optional_tensors(const DecoderConfig& config);
+
 struct Parameter {
   std::string name;  ///< Hugging Face's
   at::Tensor value;  ///< leaf with requires_grad
 };
 
-/// The decoder's tensors. Cheap to copy: copies share storage.
+/// The decoder's tensors. Cheap to copy: copies share storage. What the family lacks is undefined.
 struct LayerParameters {
   at::Tensor input_norm;  // [hidden]
   at::Tensor q_weight, k_weight, v_weight,
       o_weight;                       // [H*D, hidden], [Hk*D, hidden] x 2, [hidden, H*D]
-  at::Tensor q_bias, k_bias, v_bias;  // [H*D], [Hk*D] x 2
+  at::Tensor q_bias, k_bias, v_bias;  // [H*D], [Hk*D] x 2, or undefined
+  at::Tensor o_bias;                  // [hidden], or undefined
+  at::Tensor q_norm, k_norm;          // [D] x 2, or undefined
   at::Tensor post_attention_norm;     // [hidden]
   at::Tensor gate_weight, up_weight, down_weight;  // [ffn, hidden] x 2, [hidden, ffn]
 };
@@ -75,6 +97,7 @@ using PartObserver = std::function<void(std::string_view part, int64_t layer, bo
 
 class Decoder {
  public:
+  /// Errors: InvalidArgument, those of check(); parameters whose names or shapes are not those of the configuration.
   Decoder(const DecoderConfig& config, DecoderParameters parameters);
 
   const DecoderConfig& config() const { return config_; }
@@ -90,6 +113,7 @@ class Decoder {
  private:
   DecoderConfig config_;
   DecoderParameters parameters_;
+  RopeFrequencies frequencies_;
 };
 
 }  // namespace mtraining::model

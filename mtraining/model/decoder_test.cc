@@ -3,7 +3,12 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
+#include <set>
+#include <string>
+#include <tuple>
+#include <vector>
 
 #include "mtraining/base/check.h"
 #include "mtraining/model/rope.h"
@@ -37,13 +42,13 @@ std::vector<double> reference_logits(const DecoderConfig& c, const DecoderParame
                                      const std::vector<int64_t>& ids) {
   using Rows = std::vector<std::vector<double>>;
   const auto at2 = [](const at::Tensor& w, int64_t i, int64_t j) { return w[i][j].item<double>(); };
-  const auto linear = [&](const Rows& x, const at::Tensor& w, const at::Tensor* bias) {
+  const auto linear = [&](const Rows& x, const at::Tensor& w, const at::Tensor& bias) {
     Rows y(x.size(), std::vector<double>(w.size(0)));
     const at::Tensor wide = w.detach().to(at::kDouble).contiguous();
     const double* data = wide.data_ptr<double>();
     for (size_t t = 0; t < x.size(); ++t) {
       for (int64_t o = 0; o < w.size(0); ++o) {
-        double sum = bias != nullptr ? (*bias)[o].item<double>() : 0;
+        double sum = bias.defined() ? bias[o].item<double>() : 0;
         for (int64_t i = 0; i < w.size(1); ++i) sum += data[o * w.size(1) + i] * x[t][i];
         y[t][o] = sum;
       }
@@ -61,15 +66,29 @@ std::vector<double> reference_logits(const DecoderConfig& c, const DecoderParame
     }
     return y;
   };
+  // Each head alone, as a row of its own.
+  const auto norm_heads = [&](Rows& x, const at::Tensor& w) {
+    const auto dim = static_cast<size_t>(c.head_dim);
+    for (auto& row : x) {
+      for (size_t head = 0; head < row.size(); head += dim) {
+        const Rows normed = norm({{row.begin() + static_cast<std::ptrdiff_t>(head),
+                                   row.begin() + static_cast<std::ptrdiff_t>(head + dim)}},
+                                 w);
+        std::ranges::copy(normed[0], row.begin() + static_cast<std::ptrdiff_t>(head));
+      }
+    }
+  };
+  const RopeFrequencies frequencies = rope_frequencies(c.rope, c.head_dim);
   const auto rotate = [&](Rows& x) {
     for (size_t t = 0; t < x.size(); ++t) {
       for (size_t head = 0; head < x[t].size(); head += c.head_dim) {
         for (int64_t i = 0; i < c.head_dim / 2; ++i) {
-          const double phase = static_cast<double>(t) *
-                               std::pow(c.rope_theta, -2.0 * static_cast<double>(i) / c.head_dim);
+          const double phase = static_cast<double>(t) * frequencies.inverse[i];
+          const double cos = std::cos(phase) * frequencies.attention_factor;
+          const double sin = std::sin(phase) * frequencies.attention_factor;
           double &a = x[t][head + i], &b = x[t][head + i + c.head_dim / 2];
-          const double first = a * std::cos(phase) - b * std::sin(phase);
-          b = b * std::cos(phase) + a * std::sin(phase);
+          const double first = a * cos - b * sin;
+          b = b * cos + a * sin;
           a = first;
         }
       }
@@ -87,8 +106,12 @@ std::vector<double> reference_logits(const DecoderConfig& c, const DecoderParame
   const int64_t group = c.num_attention_heads / c.num_key_value_heads;
   for (const LayerParameters& l : p.layers) {
     const Rows x = norm(h, l.input_norm);
-    Rows q = linear(x, l.q_weight, &l.q_bias), k = linear(x, l.k_weight, &l.k_bias);
-    const Rows v = linear(x, l.v_weight, &l.v_bias);
+    Rows q = linear(x, l.q_weight, l.q_bias), k = linear(x, l.k_weight, l.k_bias);
+    const Rows v = linear(x, l.v_weight, l.v_bias);
+    if (c.architecture == "qwen3") {
+      norm_heads(q, l.q_norm);
+      norm_heads(k, l.k_norm);
+    }
     rotate(q);
     rotate(k);
     Rows attended(ids.size(), std::vector<double>(c.num_attention_heads * c.head_dim, 0));
@@ -108,18 +131,18 @@ std::vector<double> reference_logits(const DecoderConfig& c, const DecoderParame
         }
       }
     }
-    add(h, linear(attended, l.o_weight, nullptr));
+    add(h, linear(attended, l.o_weight, l.o_bias));
     const Rows y = norm(h, l.post_attention_norm);
-    Rows gate = linear(y, l.gate_weight, nullptr);
-    const Rows up = linear(y, l.up_weight, nullptr);
+    Rows gate = linear(y, l.gate_weight, {});
+    const Rows up = linear(y, l.up_weight, {});
     for (size_t t = 0; t < gate.size(); ++t) {
       for (size_t i = 0; i < gate[t].size(); ++i)
         gate[t][i] *= up[t][i] / (1 + std::exp(-gate[t][i]));
     }
-    add(h, linear(gate, l.down_weight, nullptr));
+    add(h, linear(gate, l.down_weight, {}));
   }
   std::vector<double> logits;
-  for (const auto& row : linear(norm(h, p.norm), p.lm_head, nullptr)) {
+  for (const auto& row : linear(norm(h, p.norm), p.lm_head, {})) {
     logits.insert(logits.end(), row.begin(), row.end());
   }
   return logits;
@@ -128,19 +151,30 @@ std::vector<double> reference_logits(const DecoderConfig& c, const DecoderParame
 TEST(Decoder, LogitsEqualTheFormulasForEveryGrouping) {
   for (const auto& [heads, kv_heads] :
        std::vector<std::pair<int64_t, int64_t>>{{4, 2}, {4, 4}, {7, 1}, {8, 2}}) {
-    for (const bool tied : {true, false}) {
+    for (const auto& [family, bias, tied] :
+         std::vector<std::tuple<const char*, bool, bool>>{{"qwen2", false, true},
+                                                          {"qwen2", false, false},
+                                                          {"qwen3", false, true},
+                                                          {"qwen3", true, false},
+                                                          {"llama", false, false},
+                                                          {"llama", true, true}}) {
       DecoderConfig c = tiny(heads, kv_heads);
+      c.architecture = family;
+      c.attention_bias = bias;
       c.tie_word_embeddings = tied;
-      DecoderParameters p = init_parameters(c, 11);
-      at::NoGradGuard no_grad;
-      for (LayerParameters& l :
-           p.layers) {  // biases and norms start at 0 and 1, which would hide their absence
-        for (const at::Tensor& t : {l.q_bias, l.k_bias, l.v_bias})
-          t.copy_(at::linspace(-1, 1, t.numel()));
-        for (const at::Tensor& t : {l.input_norm, l.post_attention_norm})
-          t.copy_(at::linspace(.5, 1.5, t.numel()));
+      if (!tied) {
+        c.rope.type = RopeType::kYarn;
+        c.rope.factor = 8;
+        c.rope.original_max_position_embeddings = 16;
       }
-      p.norm.copy_(at::linspace(.5, 2, p.norm.numel()));
+      const DecoderParameters p = init_parameters(c, 11);
+      at::NoGradGuard no_grad;
+      for (const Parameter& each :
+           p.list()) {  // 0 and 1, where they start, would hide their absence
+        const at::Tensor& t = each.value;
+        if (each.name.ends_with(".bias")) t.copy_(at::linspace(-1, 1, t.numel()));
+        if (each.name.ends_with("norm.weight")) t.copy_(at::linspace(.5, 1.6, t.numel()));
+      }
       std::vector<int64_t> ids;
       for (int64_t i = 0; i < 19; ++i) ids.push_back(i * i * 7 % 37);
       const Decoder decoder(c, p);
@@ -155,7 +189,8 @@ TEST(Decoder, LogitsEqualTheFormulasForEveryGrouping) {
         worst = std::max(
             worst, std::abs(want[i] - logits.data_ptr<double>()[i]) / (1 + std::abs(want[i])));
       }
-      EXPECT_LT(worst, 2e-5) << heads << "/" << kv_heads << " tied " << tied;
+      EXPECT_LT(worst, 2e-5) << heads << "/" << kv_heads << ' ' << family << " bias " << bias
+                             << " tied " << tied;
     }
   }
 }
@@ -220,10 +255,20 @@ TEST(Decoder, TiedHeadIsOneTensorAndGetsBothGradients) {
   EXPECT_GT(q.embed_tokens.grad().abs().sum().item<double>(), 0);
 }
 
+RopeParameters rope_of(RopeType type, double theta, double factor = 1) {
+  RopeParameters rope;
+  rope.type = type;
+  rope.rope_theta = theta;
+  rope.factor = factor;
+  rope.original_max_position_embeddings = 32768;
+  return rope;
+}
+
 TEST(Rope, PhasesAreFloat32AtLargePositions) {
   for (const double theta : {5e5, 1e6}) {
     const std::vector<int64_t> positions{0, 1, 256, 257, 15962, 524287};
-    const RopeTable table = rope_table(at::tensor(positions), 128, theta);
+    const RopeTable table = rope_table(
+        at::tensor(positions), decoder_frequencies(rope_of(RopeType::kDefault, theta), 128));
     for (size_t i = 0; i < positions.size(); ++i) {
       for (int64_t j = 0; j < 64; ++j) {
         const double inverse = std::pow(theta, -2.0 * static_cast<double>(j) / 128);
@@ -240,9 +285,127 @@ TEST(Rope, PhasesAreFloat32AtLargePositions) {
   // A bfloat16 model turns by the same float32 phases.
   at::manual_seed(4);
   const at::Tensor x = at::randn({1, 2, 1, 64});
-  const RopeTable table = rope_table(at::tensor(std::vector<int64_t>{256, 257}), 64, 1e6);
+  const RopeTable table = rope_table(at::tensor(std::vector<int64_t>{256, 257}),
+                                     decoder_frequencies(rope_of(RopeType::kDefault, 1e6), 64));
   EXPECT_TRUE(at::allclose(apply_rope(x.to(at::kBFloat16), table).to(at::kFloat),
                            apply_rope(x, table), 2e-2, 2e-2));
+}
+
+/// One of each form.
+std::vector<RopeParameters> every_rope_form(double theta) {
+  RopeParameters plain;
+  plain.rope_theta = theta;
+  RopeParameters linear = rope_of(RopeType::kLinear, theta, 4);
+  linear.original_max_position_embeddings = 0;  // not a field of this form
+  return {plain, linear, rope_of(RopeType::kYarn, theta, 16), rope_of(RopeType::kLlama3, theta, 8)};
+}
+
+TEST(Rope, FrequenciesAreThoseOfTheConfigurationButForRoundingOfThePower) {
+  for (const double theta : {1e4, 1e6, 1.28e8})
+    for (const int64_t head_dim : {16, 64, 128})
+      for (const RopeParameters& rope : every_rope_form(theta)) {
+        const RopeFrequencies want = rope_frequencies(rope, head_dim);
+        const RopeFrequencies got = decoder_frequencies(rope, head_dim);
+        EXPECT_EQ(got.attention_factor, want.attention_factor);
+        ASSERT_EQ(got.inverse.size(), want.inverse.size());
+        for (size_t d = 0; d < want.inverse.size(); ++d)
+          EXPECT_NEAR(got.inverse[d] / want.inverse[d], 1, 3e-7)
+              << to_string(rope.type) << " theta " << theta << " dimension " << d;
+      }
+}
+
+TEST(Rope, TablesAreFloat32PhasesTimesTheAttentionFactor) {
+  const std::vector<int64_t> positions{0, 1, 256, 257, 15962, 524287};
+  for (const RopeParameters& rope : every_rope_form(1e6)) {
+    const RopeFrequencies frequencies = decoder_frequencies(rope, 128);
+    const RopeTable table = rope_table(at::tensor(positions), frequencies);
+    for (int64_t i = 0; i < static_cast<int64_t>(positions.size()); ++i)
+      for (int64_t d = 0; d < 64; ++d) {
+        const double phase = static_cast<float>(positions[i]) * frequencies.inverse[d];
+        EXPECT_NEAR(table.cos[i][0][d].item<double>(),
+                    frequencies.attention_factor * std::cos(phase), 1e-5);
+        EXPECT_NEAR(table.sin[i][0][d].item<double>(),
+                    frequencies.attention_factor * std::sin(phase), 1e-5);
+      }
+  }
+}
+
+TEST(Decoder, FamiliesHaveTheirTensorsAndNoOthers) {
+  const auto names = [](const char* family, bool bias) {
+    DecoderConfig c = tiny();
+    c.architecture = family;
+    c.attention_bias = bias;
+    c.num_hidden_layers = 1;
+    std::set<std::string> found;
+    for (const Parameter& each : init_parameters(c, 1).list()) found.insert(each.name);
+    return found;
+  };
+  const std::set<std::string> bare = names("llama", false);
+  EXPECT_EQ(bare.size(), 11u);
+  const auto with = [&](const std::vector<std::string>& more) {
+    std::set<std::string> all = bare;
+    for (const std::string& each : more) all.insert("model.layers.0.self_attn." + each);
+    return all;
+  };
+  EXPECT_EQ(names("qwen2", false), with({"q_proj.bias", "k_proj.bias", "v_proj.bias"}));
+  EXPECT_EQ(names("qwen3", false), with({"q_norm.weight", "k_norm.weight"}));
+  EXPECT_EQ(names("llama", true),
+            with({"q_proj.bias", "k_proj.bias", "v_proj.bias", "o_proj.bias"}));
+  EXPECT_EQ(names("qwen3", true), with({"q_norm.weight", "k_norm.weight", "q_proj.bias",
+                                        "k_proj.bias", "v_proj.bias", "o_proj.bias"}));
+}
+
+TEST(Decoder, ParametersThatAreNotTheConfigurationsAreNamed) {
+  const auto error = [](auto change) {
+    DecoderConfig c = tiny();
+    c.architecture = "qwen3";
+    DecoderParameters p = init_parameters(c, 1);
+    change(c, p);
+    try {
+      const Decoder decoder(c, p);
+    } catch (const InvalidArgument& fault) {
+      return std::string(fault.what());
+    }
+    return std::string();
+  };
+  EXPECT_EQ(error([](auto&, auto&) {}), "");
+  const auto expect_names = [](const std::string& text, const char* part) {
+    EXPECT_NE(text.find(part), std::string::npos) << text;
+  };
+  expect_names(error([](auto&, auto& p) { p.layers[1].q_norm = at::Tensor(); }),
+               "layers.1.self_attn.q_norm");
+  expect_names(error([](auto&, auto& p) { p.layers[0].k_norm = at::ones({16}); }), "[16]");
+  expect_names(error([](auto&, auto& p) { p.layers.pop_back(); }), "layers.1.input_layernorm");
+  expect_names(error([](auto&, auto& p) { p.layers[0].o_bias = at::zeros({24}); }), "o_proj.bias");
+  expect_names(error([](auto& c, auto&) { c.tie_word_embeddings = false; }), "lm_head.weight");
+  expect_names(error([](auto&, auto& p) { p.norm = at::Tensor(); }), "model.norm.weight");
+}
+
+TEST(Decoder, ConfigJsonAndBack) {
+  for (const char* family : {"qwen2", "qwen3", "llama"})
+    for (const bool bias : {false, true})
+      for (const RopeParameters& rope : every_rope_form(5e5)) {
+        if (bias && std::string_view(family) == "qwen2") continue;
+        DecoderConfig c = tiny();
+        c.architecture = family;
+        c.attention_bias = bias;
+        c.rope = rope;
+        c.rms_norm_eps = 1e-5;
+        c.embedding_initializer_range = c.initializer_range;
+        const std::string text = to_json(hf_config(c, 4096), 4096);
+        const DecoderConfig got = decoder_config(parse_hf_config(text, "config.json"));
+        EXPECT_EQ(to_json(hf_config(got, 4096), 4096), text);
+        EXPECT_EQ(got.rope, rope);
+        EXPECT_EQ(optional_tensors(got), optional_tensors(c));
+        EXPECT_EQ(got.head_dim, c.head_dim);
+        EXPECT_EQ(got.rms_norm_eps, 1e-5);
+        EXPECT_EQ(got.tie_word_embeddings, c.tie_word_embeddings);
+        EXPECT_EQ(got.initializer_range, c.initializer_range);
+        EXPECT_EQ(got.embedding_initializer_range, c.initializer_range);
+      }
+  HfConfig strange = hf_config(tiny(), 64);
+  strange.qk_norm = true;  // no file says so of Qwen2
+  EXPECT_THROW(decoder_config(strange), Unsupported);
 }
 
 TEST(Decoder, WrongConfigurationsAreNamed) {
@@ -261,6 +424,12 @@ TEST(Decoder, WrongConfigurationsAreNamed) {
   EXPECT_NE(text([](auto& c) { c.head_dim = 12; }).find("head_dim"), std::string::npos);
   EXPECT_NE(text([](auto& c) { c.architecture = "gpt"; }).find("architecture"), std::string::npos);
   EXPECT_NE(text([](auto& c) { c.vocab_size = 0; }).find("vocab_size"), std::string::npos);
+  EXPECT_NE(text([](auto& c) { c.rope.rope_theta = 1; }).find("model.rope_theta"),
+            std::string::npos);
+  EXPECT_NE(text([](auto& c) { c.attention_bias = true; }).find("model.attention_bias"),
+            std::string::npos);
+  EXPECT_NE(text([](auto& c) { c.rope = rope_of(RopeType::kLinear, 1e4, .5); }).find("factor"),
+            std::string::npos);
 }
 
 }  // namespace

@@ -6,18 +6,26 @@
 
 namespace mtraining::model {
 
-RopeTable rope_table(const at::Tensor& positions, int64_t head_dim, double theta) {
+RopeFrequencies decoder_frequencies(const RopeParameters& rope, int64_t head_dim) {
   MT_CHECK_ARG(head_dim >= 2 && head_dim % 2 == 0, "head_dim: expected an even number, got ",
                head_dim);
+  check(rope);
+  const at::Tensor exponents =
+      at::arange(0, head_dim, 2, at::kFloat) / static_cast<double>(head_dim);
+  const at::Tensor powers = at::pow(rope.rope_theta, exponents).contiguous();
+  return rope_frequencies(rope, head_dim,
+                          {powers.const_data_ptr<float>(), static_cast<size_t>(powers.numel())});
+}
+
+RopeTable rope_table(const at::Tensor& positions, const RopeFrequencies& frequencies) {
   MT_CHECK_ARG(positions.dim() == 1 && positions.scalar_type() == at::kLong,
                "positions: expected [n] int64, got ", positions.sizes(), " ",
                positions.scalar_type());
-  const at::TensorOptions options = positions.options().dtype(at::kFloat);
-  const at::Tensor exponents = at::arange(0, head_dim, 2, options) / static_cast<double>(head_dim);
-  const at::Tensor inverse_frequencies = 1.0 / at::pow(theta, exponents);
+  const at::Tensor inverse = at::tensor(frequencies.inverse, at::kFloat).to(positions.device());
   const at::Tensor phases =
-      (positions.to(at::kFloat).unsqueeze(1) * inverse_frequencies.unsqueeze(0)).unsqueeze(1);
-  return {at::cos(phases), at::sin(phases)};
+      (positions.to(at::kFloat).unsqueeze(1) * inverse.unsqueeze(0)).unsqueeze(1);
+  return {at::cos(phases).mul_(frequencies.attention_factor),
+          at::sin(phases).mul_(frequencies.attention_factor)};
 }
 
 at::Tensor apply_rope(const at::Tensor& x, const RopeTable& table) {

@@ -1,6 +1,6 @@
 // RoPE: rotates q and k by their position.
 //
-// In:   positions [n] int64, x [B, n, H, D]. Out: x rotated, x's dtype. Next: attention.
+// In:   positions [n] int64, frequencies, x [B, n, H, D]. Out: x rotated, x's dtype. Next: attention.
 //
 // Phases are float32 whatever the model's dtype: position x inverse frequency, never bfloat16, in which 256 and 257 are one.
 // Element i turns with element i + D/2. Source: rotary position embedding in its half-split form.
@@ -8,14 +8,23 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cstdint>
+
+#include "mtraining/model/rope_scaling.h"
+
 namespace mtraining::model {
 
+/// rope_frequencies() of theta's powers as torch takes them in float32 on the CPU, for every device: the bits that models are
+/// trained and served with. Where the head is wide, some lie one unit in the last place beside powers taken in float64, which
+/// position 524287 makes .03 of a radian. Errors: those of rope_frequencies().
+RopeFrequencies decoder_frequencies(const RopeParameters& rope, int64_t head_dim);
+
 struct RopeTable {
-  at::Tensor cos, sin;  ///< [n, 1, D/2] float32
+  at::Tensor cos, sin;  ///< [n, 1, D/2] float32, times the attention factor
 };
 
-/// Errors: InvalidArgument where head_dim is odd or positions are no int64 vector.
-RopeTable rope_table(const at::Tensor& positions, int64_t head_dim, double theta);
+/// On the positions' device. Errors: InvalidArgument where positions are no int64 vector.
+RopeTable rope_table(const at::Tensor& positions, const RopeFrequencies& frequencies);
 /// Differentiable in x.
 at::Tensor apply_rope(const at::Tensor& x, const RopeTable& table);
 

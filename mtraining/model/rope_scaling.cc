@@ -29,7 +29,7 @@ double yarn_attention_factor(const RopeParameters& rope) {
   return yarn_mscale(rope.factor, 1);
 }
 
-void stretch_yarn(const RopeParameters& rope, int64_t head_dim, const std::vector<float>& powers,
+void stretch_yarn(const RopeParameters& rope, int64_t head_dim, std::span<const float> powers,
                   std::vector<float>& inverse) {
   YarnRamp ramp = yarn_ramp(rope, head_dim);
   if (ramp.low == ramp.high) ramp.high += 0.001;  // a step, not a division by 0
@@ -51,12 +51,13 @@ void stretch_llama3(const RopeParameters& rope, std::vector<float>& inverse) {
   const auto low = static_cast<float>(rope.low_freq_factor);
   const auto width = static_cast<float>(rope.high_freq_factor - rope.low_freq_factor);
   for (float& value : inverse) {
-    const float wavelength = static_cast<float>(2 * std::numbers::pi) / value;
+    // Reciprocals that are multiplied, as torch divides a number by a tensor: the same roundings.
+    const float wavelength = 1 / value * static_cast<float>(2 * std::numbers::pi);
     if (wavelength < longest_kept) continue;
     if (wavelength > shortest_stretched) {
       value /= factor;
     } else {
-      const float smooth = (static_cast<float>(original) / wavelength - low) / width;
+      const float smooth = (1 / wavelength * static_cast<float>(original) - low) / width;
       value = (1 - smooth) * value / factor + smooth * value;
     }
   }
@@ -123,12 +124,20 @@ RopeFrequencies rope_frequencies(const RopeParameters& rope, int64_t head_dim) {
                head_dim);
   check(rope);
   std::vector<float> powers(static_cast<size_t>(head_dim / 2));
-  RopeFrequencies result;
   for (size_t d = 0; d < powers.size(); ++d) {
     const float exponent = static_cast<float>(2 * d) / static_cast<float>(head_dim);
     powers[d] = static_cast<float>(std::pow(rope.rope_theta, static_cast<double>(exponent)));
-    result.inverse.push_back(1 / powers[d]);
   }
+  return rope_frequencies(rope, head_dim, powers);
+}
+
+RopeFrequencies rope_frequencies(const RopeParameters& rope, int64_t head_dim,
+                                 std::span<const float> powers) {
+  check(rope);
+  MT_CHECK_ARG(head_dim % 2 == 0 && static_cast<int64_t>(powers.size()) == head_dim / 2,
+               "powers: expected head_dim / 2 of head_dim ", head_dim, ", got ", powers.size());
+  RopeFrequencies result;
+  for (const float power : powers) result.inverse.push_back(1 / power);
   switch (rope.type) {
     case RopeType::kDefault:
       break;

@@ -18,6 +18,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <span>
 #include <string_view>
 #include <vector>
 
@@ -52,6 +53,9 @@ struct RopeFrequencies {
 };
 /// Errors: those of check(); InvalidArgument where head_dim is odd or below 2.
 RopeFrequencies rope_frequencies(const RopeParameters& rope, int64_t head_dim);
+/// The same from powers[d] = theta^(2d / head_dim) as another library rounds them. Errors: also another number of powers.
+RopeFrequencies rope_frequencies(const RopeParameters& rope, int64_t head_dim,
+                                 std::span<const float> powers);
 
 /// The dimensions between which YaRN's ramp runs: f[d] up to low, f[d] / factor from high.
 struct YarnRamp {
