@@ -2,6 +2,7 @@
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstdio>
 #include <nlohmann/json.hpp>
@@ -30,6 +31,8 @@ using Json = nlohmann::ordered_json;
 
 /// Backward computes five products where forward computes two.
 constexpr double kBackwardFactor = 2.5;
+/// Launches (ranks x ranks) of one variant that are simulated one by one; more would take minutes and gigabytes.
+constexpr int64_t kMostRanks = 1024;
 constexpr int kTimelineWidth = 72;
 constexpr int kTimelineRanks = 32;
 /// Rows of gathered columns a rank holds at a time; bytes depend on it only through rounding up.
@@ -43,10 +46,11 @@ struct Options {
   std::string layout, ring, inner = "gather", columns = "once", gradient_transport = "fp32";
   std::optional<int64_t> stripe;
   int ring_stride = 1, prefetch_steps = 2;
-  int64_t num_kv_heads = 0, head_dim = 128;
+  std::optional<int64_t> num_kv_heads;
+  int64_t head_dim = 128;
   double tflops = 400, intra_gb_per_s = 300, inter_gb_per_s = 25;
   bool backward = false, json = false;
-  std::string trace;
+  std::optional<std::string> trace;
 };
 
 const char* const kExamples =
@@ -82,10 +86,8 @@ void declare(CLI::App& app, Options& options) {
       ->capture_default_str();
   app.add_option("--columns", options.columns,
                  "once: one launch over all columns; per_step: with their shard")
-      ->check(CLI::IsMember({"once", "per_step"}))
       ->capture_default_str();
   app.add_option("--gradient-transport", options.gradient_transport, "fp32 or bf16")
-      ->check(CLI::IsMember({"fp32", "bf16"}))
       ->capture_default_str();
   app.add_option("--kv-heads", options.num_kv_heads,
                  "K/V heads (absent: 2, or 1 where the pattern's heads are odd)");
@@ -108,16 +110,39 @@ void check_positive(const char* flag, double value) {
   MT_CHECK_ARG(std::isfinite(value) && value > 0, flag, ": expected a number above 0, got ", value);
 }
 
-void check(const Options& options) {
+void check_one_of(const char* flag, const std::string& value, const char* one, const char* other) {
+  MT_CHECK_ARG(value == one || value == other, flag, ": expected ", one, " or ", other, ", got '",
+               value, "'");
+}
+
+/// What the closed form knows nothing of.
+constexpr std::array kPatternOnly = {
+    "--layout",         "--stripe",         "--ring",    "--inner",
+    "--ring-stride",    "--prefetch-steps", "--columns", "--gradient-transport",
+    "--kv-heads",       "--head-dim",       "--tflops",  "--intra-gb-per-s",
+    "--inter-gb-per-s", "--backward",       "--trace"};
+
+void check(const CLI::App& app, const Options& options) {
   check_positive("--tflops", options.tflops);
   check_positive("--intra-gb-per-s", options.intra_gb_per_s);
   check_positive("--inter-gb-per-s", options.inter_gb_per_s);
+  MT_CHECK_ARG(!options.stripe ||
+                   (*options.stripe >= layout::kBlock && *options.stripe % layout::kBlock == 0),
+               "--stripe: expected a positive multiple of ", layout::kBlock, ", got ",
+               options.stripe.value_or(0));
+  check_one_of("--columns", options.columns, "once", "per_step");
+  check_one_of("--gradient-transport", options.gradient_transport, "fp32", "bf16");
   MT_CHECK_ARG(options.head_dim >= 1, "--head-dim: expected >= 1, got ", options.head_dim);
-  MT_CHECK_ARG(options.num_kv_heads >= 0, "--kv-heads: expected >= 1, got ", options.num_kv_heads);
+  MT_CHECK_ARG(!options.num_kv_heads || *options.num_kv_heads >= 1,
+               "--kv-heads: expected >= 1, got ", options.num_kv_heads.value_or(1));
+  MT_CHECK_ARG(!options.trace || !options.trace->empty(),
+               "--trace: expected a file name, got an empty text");
   if (options.pattern.empty()) {
     MT_CHECK_ARG(options.compute_ms.has_value(),
                  "simulate: expected --t-comp-ms, or --pattern FILE, got neither");
-    MT_CHECK_ARG(options.trace.empty(), "--trace: expected it beside --pattern FILE");
+    for (const char* flag : kPatternOnly) {
+      MT_CHECK_ARG(app.count(flag) == 0, flag, ": expected it beside --pattern FILE, got none");
+    }
   }
 }
 
@@ -446,23 +471,21 @@ void write_trace(const std::string& path, const Row& row, const Pass& pass) {
 }
 
 int kv_heads(const Options& options, const index::Index& index) {
-  if (options.num_kv_heads == 0) return index.num_q_heads % 2 == 0 ? 2 : 1;
-  MT_CHECK_ARG(index.num_q_heads % options.num_kv_heads == 0,
+  if (!options.num_kv_heads) return index.num_q_heads % 2 == 0 ? 2 : 1;
+  MT_CHECK_ARG(index.num_q_heads % *options.num_kv_heads == 0,
                "--kv-heads: expected a divisor of the pattern's ", index.num_q_heads,
-               " heads, got ", options.num_kv_heads);
-  return static_cast<int>(options.num_kv_heads);
+               " heads, got ", *options.num_kv_heads);
+  return static_cast<int>(*options.num_kv_heads);
 }
 
 void simulate_pattern(const Options& options, const topology::Topology& topology, Json& json) {
+  MT_CHECK_SUPPORTED(int64_t{topology.nodes} * topology.ranks_per_node <= kMostRanks,
+                     "--topology: expected at most ", kMostRanks,
+                     " ranks beside --pattern FILE, got ", topology::to_string(topology),
+                     "; without --pattern any number is answered");
   // Everything that can be wrong is found before the file is opened.
   const std::vector<Variant> all = variants(options, topology);
-  for (const Variant& variant : all) {
-    ring::forward_schedule(variant.ring, 0);
-    layout::Layout({.kind = variant.layout,
-                    .seq_len = 1,
-                    .cp_size = topology.cp_size(),
-                    .stripe = variant.stripe});
-  }
+  for (const Variant& variant : all) ring::forward_schedule(variant.ring, 0);
   const sim::OffsetPattern pattern = sim::read_pattern_file(options.pattern);
   const index::Index index = sim::to_index(pattern);
   const int num_kv_heads = kv_heads(options, index);
@@ -487,7 +510,7 @@ void simulate_pattern(const Options& options, const topology::Topology& topology
     if (row.variant.layout_name() == rows.front().variant.layout_name()) shown = &row;
   }
   const Pass& pass = options.backward ? shown->backward : shown->forward;
-  if (!options.trace.empty()) write_trace(options.trace, *shown, pass);
+  if (options.trace) write_trace(*options.trace, *shown, pass);
   if (options.json) {
     json["pattern"] = {{"name", pattern.name},       {"seq_len", pattern.seq_len},
                        {"heads", index.num_q_heads}, {"kv_heads", num_kv_heads},
@@ -526,6 +549,27 @@ void simulate_closed_form(const Options& options, const topology::Topology& topo
                 concat("(", change > 0 ? "+" : "", fixed(change, 1), " %)")}});
 }
 
+/// A parser's error in this project's words: the option, what it takes, what it was given.
+std::string mistake(const CLI::App& app, const CLI::ParseError& error) {
+  const std::string said = error.what();
+  const CLI::Option* about = nullptr;
+  for (const CLI::Option* option : app.get_options()) {
+    const std::string& name = option->get_name();
+    if (said.find(name) == std::string::npos) continue;
+    if (about == nullptr || name.size() > about->get_name().size()) about = option;
+  }
+  if (about == nullptr) return concat("simulate: ", said);
+  const std::string type = about->get_type_name();
+  const char* expected = type.find("FLOAT") != std::string::npos ? "one number"
+                         : type.find("INT") != std::string::npos ? "one whole number"
+                         : about->get_items_expected_max() == 0  ? "no value"
+                                                                 : "one text";
+  std::string got;
+  for (const std::string& result : about->results())
+    got += concat(got.empty() ? "'" : ", '", result, "'");
+  return concat(about->get_name(), ": expected ", expected, ", got ", got.empty() ? "none" : got);
+}
+
 }  // namespace
 
 int run_simulate(int argc, char** argv) {
@@ -545,12 +589,12 @@ int run_simulate(int argc, char** argv) {
         concat("simulate: unknown option ", extra.empty() ? "" : extra.front(),
                "; nearest known option: ", nearest(extra.empty() ? "" : extra.front(), known)));
   } catch (const CLI::ParseError& error) {
-    throw InvalidArgument(concat("simulate: ", error.what()));
+    throw InvalidArgument(mistake(app, error));
   }
   MT_CHECK_ARG(!options.topology_text.empty(),
                "simulate: expected --topology NODESxRANKS, got none");
   const topology::Topology topology = topology::parse_topology(options.topology_text);
-  check(options);
+  check(app, options);
   Json json = {{"topology", topology::to_string(topology)}};
   if (options.compute_ms) simulate_closed_form(options, topology, json);
   if (!options.pattern.empty()) simulate_pattern(options, topology, json);

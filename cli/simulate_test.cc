@@ -216,6 +216,42 @@ TEST_F(Simulate, MistakesAreOneSentenceThatNamesThem) {
   names({"--topology", "4x8", "--pattern", pattern, "--columns", "twice"}, "--columns");
   names({"--topology", "4x8", "--pattern", pattern, "--tflops", "0"}, "--tflops");
   names({"--topology", "4x8", "--pattern", "none.json", "--ring-stride", "2"}, "ring_stride");
+  names({"--topology", "4x8", "--pattern", pattern, "--kv-heads", "0"},
+        "--kv-heads: expected >= 1");
+  names({"--topology", "4x8", "--pattern", pattern, "--trace", ""}, "--trace: expected a file");
+  for (const char* stripe : {"0", "-64", "96"}) {
+    const std::string message =
+        error_of({"--topology", "4x8", "--pattern", pattern, "--stripe", stripe});
+    EXPECT_NE(message.find("--stripe: expected a positive multiple of 64"), std::string::npos);
+    EXPECT_EQ(message.find("seq_len"), std::string::npos) << message;
+  }
+  for (const char* flag : {"--layout", "--ring", "--columns", "--inner"}) {
+    names({"--topology", "4x8", "--t-comp-ms", "1", flag, "once"}, "beside --pattern FILE");
+  }
+  names({"--topology", "4x8", "--t-comp-ms", "1", "--kv-heads", "0"}, "--kv-heads");
+}
+
+TEST_F(Simulate, ParsersMistakesAreInTheProjectsWords) {
+  EXPECT_EQ(error_of({"--topology", "4x8", "--t-comp-ms", "x"}),
+            "--t-comp-ms: expected one number, got 'x'");
+  EXPECT_EQ(error_of({"--topology", "4x8", "--ring-stride", "1.5"}),
+            "--ring-stride: expected one whole number, got '1.5'");
+  EXPECT_EQ(error_of({"--topology"}), "--topology: expected one text, got none");
+  EXPECT_EQ(error_of({"--topology", "4x8", "--pattern", "p.json", "--columns", "twice"}),
+            "--columns: expected once or per_step, got 'twice'");
+  const auto path = folder_ / "text.json";
+  std::ofstream(path) << R"({"name": "x", "seq_len": "12", "heads": []})";
+  const std::string message = error_of({"--topology", "4x8", "--pattern", path.string()});
+  EXPECT_NE(message.find(R"(expected a whole number, got "12")"), std::string::npos) << message;
+}
+
+TEST_F(Simulate, TopologiesThatCannotBeSimulatedAreRefused) {
+  const std::string pattern = pattern_file("local", 4096);
+  for (const char* topology : {"64x64", "1000x1000", "46340x46340", "1x100000"}) {
+    EXPECT_THROW(run({"--topology", topology, "--pattern", pattern}), Unsupported) << topology;
+  }
+  EXPECT_NE(run({"--topology", "64x64", "--t-comp-ms", "1"}).find("hierarchical"),
+            std::string::npos);
 }
 
 TEST_F(Simulate, HelpHasExamples) {

@@ -36,10 +36,15 @@ void check_keys(const Json& object, std::initializer_list<std::string_view> know
   }
 }
 
+/// A value as it stands in the file, fit for a message: ASCII, cut after 120 bytes.
+std::string shown(const Json& value) {
+  const std::string text = value.dump(-1, ' ', true);
+  return text.size() > 120 ? text.substr(0, 120) + ".." : text;
+}
+
 /// A whole number in [low, high].
 int64_t whole(const Json& value, int64_t low, int64_t high, const std::string& where) {
-  MT_CHECK_ARG(value.is_number_integer(), where, ": expected a whole number, got ",
-               in_quotes(value.dump()));
+  MT_CHECK_ARG(value.is_number_integer(), where, ": expected a whole number, got ", shown(value));
   const bool above = value.is_number_unsigned() &&
                      value.get<uint64_t>() > static_cast<uint64_t>(std::max<int64_t>(high, 0));
   MT_CHECK_ARG(!above && value.get<int64_t>() >= low && value.get<int64_t>() <= high, where,
@@ -54,7 +59,7 @@ OffsetHead parse_head(const Json& json, int64_t seq_len, const std::string& wher
   for (size_t i = 0; i < ranges.size(); ++i) {
     const auto at = concat(where, ": offset_ranges[", i, "]");
     MT_CHECK_ARG(ranges[i].is_array() && ranges[i].size() == 2, at, ": expected [begin, end), got ",
-                 in_quotes(ranges[i].dump()));
+                 shown(ranges[i]));
     const int64_t begin = whole(ranges[i][0], 0, seq_len - 1, at);
     head.offset_ranges.push_back({begin, whole(ranges[i][1], begin + 1, seq_len, at)});
   }

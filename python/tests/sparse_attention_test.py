@@ -398,9 +398,10 @@ def test_tensors_on_two_devices_are_refused_by_name():
         ],
     }
     for name in ("diagonals", "num_diagonals", "columns", "num_columns"):
+        other = elsewhere(index, name)
         cases[name] = [
-            lambda other=elsewhere(index, name): mtraining.attend(q, k, v, other),
-            lambda other=elsewhere(index, name): other.recall(q, k),
+            lambda other=other: mtraining.attend(q, k, v, other),
+            lambda other=other: other.recall(q, k),
         ]
     for name, calls in cases.items():
         for call in calls:
