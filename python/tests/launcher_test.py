@@ -25,6 +25,14 @@ def ranks_of(folder: Path) -> list[int]:
     return found
 
 
+def finish(process: subprocess.Popen, timeout: float) -> tuple[str, str]:
+    """What it printed; one that does not end leaves nothing behind but the failure."""
+    try:
+        return process.communicate(timeout=timeout)
+    finally:
+        process.kill()
+
+
 def assert_nobody_left(folder: Path) -> None:
     end = time.monotonic() + 5
     while ranks_of(folder) and time.monotonic() < end:
@@ -104,7 +112,7 @@ def start_long(job) -> subprocess.Popen:
 def test_a_stop_signal_ends_all_ranks_after_the_step(job, number):
     process = start_long(job)
     process.send_signal(number)
-    out, err = process.communicate(timeout=30)
+    out, err = finish(process, 30)
     assert process.returncode == 0, err
     assert err == ""
     assert out.splitlines()[-1].startswith("stopped at train_step ")
@@ -170,7 +178,7 @@ def test_a_stop_signal_in_the_first_second_is_heeded(job, nproc, delay):
     )
     time.sleep(delay)
     process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=15)
+    out, err = finish(process, 15)
     assert process.returncode == 0, (out, err)
     assert err == ""
     assert out.splitlines()[-1].startswith("stopped ")
@@ -198,7 +206,7 @@ def test_a_rank_that_waits_for_its_peers_heeds_a_stop_signal(job, number):
     process = start_alone(job)
     time.sleep(2)
     process.send_signal(number)
-    out, err = process.communicate(timeout=5)
+    out, err = finish(process, 5)
     assert process.returncode == 0, err
     assert out == "stopped before the first step; the same command begins anew\n"
 
@@ -224,7 +232,7 @@ def test_a_step_that_does_not_end_is_dropped_after_the_grace(job, insist):
     if insist:
         time.sleep(1.2)
         process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=15)
+    out, err = finish(process, 15)
     assert 1 < time.monotonic() - start < 8
     assert process.returncode == 0, err
     assert out.splitlines()[-1].startswith("stopped at train_step 2; no checkpoint")
