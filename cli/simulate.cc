@@ -32,7 +32,7 @@ using Json = nlohmann::ordered_json;
 /// Backward computes five products where forward computes two.
 constexpr double kBackwardFactor = 2.5;
 /// Launches (ranks x ranks) of one variant that are simulated one by one; more would take minutes and gigabytes.
-constexpr int64_t kMostRanks = 1024;
+constexpr int64_t kMostRanks = 256;
 constexpr int kTimelineWidth = 72;
 constexpr int kTimelineRanks = 32;
 /// Rows of gathered columns a rank holds at a time; bytes depend on it only through rounding up.

@@ -247,7 +247,7 @@ TEST_F(Simulate, ParsersMistakesAreInTheProjectsWords) {
 
 TEST_F(Simulate, TopologiesThatCannotBeSimulatedAreRefused) {
   const std::string pattern = pattern_file("local", 4096);
-  for (const char* topology : {"64x64", "1000x1000", "46340x46340", "1x100000"}) {
+  for (const char* topology : {"1x257", "32x32", "64x64", "1000x1000", "46340x46340", "1x100000"}) {
     EXPECT_THROW(run({"--topology", topology, "--pattern", pattern}), Unsupported) << topology;
   }
   EXPECT_NE(run({"--topology", "64x64", "--t-comp-ms", "1"}).find("hierarchical"),
