@@ -18,6 +18,7 @@ import sys
 import time
 from pathlib import Path
 
+from mtraining.__main__ import candidates
 from mtraining.plots import plot_comparison, read_metrics
 from mtraining.prepare import Prepared, prepare_bytes
 
@@ -35,14 +36,11 @@ class QuickstartError(Exception):
 
 
 def find_binary() -> Path:
-    """MTRAINING_BINARY, or the most recent build/<preset>/bin/mtraining."""
-    given = os.environ.get("MTRAINING_BINARY")
-    if given:
-        return Path(given)
-    built = sorted(ROOT.glob("build/*/bin/mtraining"), key=lambda path: path.stat().st_mtime)
-    if not built:
-        raise QuickstartError("no executable in build/*/bin: run ./dev build first", 2)
-    return built[-1]
+    """The executable that `python -m mtraining` runs."""
+    for path in candidates():
+        if path.is_file():
+            return path
+    raise QuickstartError("no executable in build/*/bin: run ./dev build first", 2)
 
 
 def train(binary: Path, data: Prepared, pattern: str, out: Path, extra: list[str]) -> None:
