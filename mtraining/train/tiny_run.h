@@ -91,6 +91,7 @@ struct TinyResult {
   at::Tensor weights;            ///< all parameters, flat
   bool ranks_agree = true;       ///< every rank ended with the same bits
   double valid_loss = 0;
+  int64_t optimizer_steps = 0;
 };
 
 /// Runs `config.train.steps` steps; `replay`: indices of each step.
@@ -124,7 +125,10 @@ inline TinyResult run_tiny(RunConfig config, int ranks, int ranks_per_node,
       parts.push_back(p.value.detach().reshape({-1}).to(at::kFloat));
     const std::lock_guard lock(mutex);
     weights[transport.rank()] = at::cat(parts);
-    if (transport.rank() == 0) result.valid_loss = valid_loss;
+    if (transport.rank() == 0) {
+      result.valid_loss = valid_loss;
+      result.optimizer_steps = trainer.optimizer_steps();
+    }
   });
   result.weights = weights[0];
   for (const auto& w : weights) result.ranks_agree = result.ranks_agree && at::equal(w, weights[0]);

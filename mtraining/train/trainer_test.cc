@@ -228,7 +228,14 @@ TEST(Trainer, ANaNOnOneRankSkipsTheStepOnAll) {
   config.train.steps = 3;
   ::setenv("MTRAINING_FAULT", "rank=3,step=2,at=gradient,kind=nan", 1);
   const TinyResult faulty = run_tiny(config, 4, 2);
+  config.train.steps = 2;
+  const TinyResult ends_with_the_fault = run_tiny(config, 4, 2);
   ::unsetenv("MTRAINING_FAULT");
+  EXPECT_EQ(faulty.optimizer_steps, 2);
+  // The skipped step leaves the weights of the one before, bit for bit.
+  config.train.steps = 1;
+  EXPECT_TRUE(at::equal(ends_with_the_fault.weights, run_tiny(config, 4, 2).weights));
+  config.train.steps = 3;
   EXPECT_EQ(faulty.steps[0].skipped, 0);
   EXPECT_EQ(faulty.steps[1].skipped, 1);
   EXPECT_EQ(faulty.steps[2].skipped, 1);
