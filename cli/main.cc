@@ -6,6 +6,7 @@
 #include <cstring>
 #include <exception>
 #include <iostream>
+#include <iterator>
 #include <string>
 #include <vector>
 
@@ -17,11 +18,24 @@
 
 namespace {
 
-constexpr const char* kHelp = R"(usage: mtraining VERB [options]
+struct Verb {
+  const char* name;
+  int (*run)(
+      int argc,
+      char** argv);  ///< argv[0] is the verb; an exit code, or one of the errors of base/check.h
+  const char* what;
+};
 
-  train      trains a model over context-parallel ranks
-  simulate   predicts imbalance, bytes and time of a ring without running it
+constexpr Verb kVerbs[] = {
+    {"train", mtraining::cli::run_train, "trains a model over context-parallel ranks"},
+    {"simulate", mtraining::cli::run_simulate,
+     "predicts imbalance, bytes and time of a ring without running it"},
+};
+/// Verbs of parts that are not built.
+constexpr const char* kLater[] = {"eval",   "generate", "plan",   "bench",
+                                  "doctor", "convert",  "inspect"};
 
+constexpr const char* kExamples = R"(
 mtraining VERB --help tells more.
 
 examples:
@@ -29,23 +43,33 @@ examples:
   mtraining simulate --topology 4x8 --t-comp-ms .51 --t-intra-ms .13 --t-inter-ms .98 --t-index-ms 1.13 --t-cpu-ms 2.08
 )";
 
+std::string help() {
+  std::string text = "usage: mtraining VERB [options]\n\n";
+  for (const Verb& verb : kVerbs) {
+    std::string name = verb.name;
+    name.resize(11, ' ');
+    text += "  " + name + verb.what + "\n";
+  }
+  return text + kExamples;
+}
+
 int dispatch(int argc, char** argv) {
-  const std::vector<std::string> verbs = {"train", "simulate"};
-  const std::vector<std::string> later = {"eval",   "generate", "plan",   "bench",
-                                          "doctor", "convert",  "inspect"};
   const std::string verb = argc > 1 ? argv[1] : "";
   if (verb.empty() || verb == "--help" || verb == "-h" || verb == "help") {
-    std::cout << kHelp;
+    std::cout << help();
     MT_CHECK_EXTERNAL(std::cout.flush().good(),
                       "standard output cannot be written: ", std::strerror(errno));
     return verb.empty() ? 2 : 0;
   }
-  if (verb == "train") return mtraining::cli::run_train(argc - 1, argv + 1);
-  if (verb == "simulate") return mtraining::cli::run_simulate(argc - 1, argv + 1);
-  MT_CHECK_SUPPORTED(std::find(later.begin(), later.end(), verb) == later.end(), "verb ", verb,
-                     ": belongs to a part that is not built");
+  std::vector<std::string> names;
+  for (const Verb& known : kVerbs) {
+    if (verb == known.name) return known.run(argc - 1, argv + 1);
+    names.emplace_back(known.name);
+  }
+  MT_CHECK_SUPPORTED(std::find(std::begin(kLater), std::end(kLater), verb) == std::end(kLater),
+                     "verb ", verb, ": belongs to a part that is not built");
   throw mtraining::InvalidArgument(mtraining::concat(
-      "unknown verb ", verb, "; nearest known verb: ", mtraining::cli::nearest(verb, verbs)));
+      "unknown verb ", verb, "; nearest known verb: ", mtraining::cli::nearest(verb, names)));
 }
 
 int fail(int code, std::string message) {
