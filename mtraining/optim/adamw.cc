@@ -49,6 +49,16 @@ void AdamW::step(double lr) {
   parameters_.publish();
 }
 
+OptimizerShard AdamW::shard() {
+  return {0, parameters_.size(), parameters_.master(), first_, second_, true};
+}
+
+void AdamW::restored(int64_t steps_taken) {
+  MT_CHECK_ARG(steps_taken >= 0, "optimizer steps: expected at least 0, got ", steps_taken);
+  steps_ = steps_taken;
+  parameters_.publish();
+}
+
 double global_norm(const at::Tensor& flat) {
   constexpr int64_t kChunk = int64_t{1} << 22;  // bounds the float64 copy
   double squares = 0;

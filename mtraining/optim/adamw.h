@@ -23,12 +23,23 @@ struct AdamWOptions {
 /// Errors: InvalidArgument naming the key.
 void check(const AdamWOptions& options);
 
+/// What this rank holds of the optimizer's state: elements [begin, end) of the flat vectors. A checkpoint is written from it and
+/// read into it; which ranks hold what may differ between the run that writes and the one that reads.
+struct OptimizerShard {
+  int64_t begin = 0, end = 0;
+  at::Tensor master, first_moment, second_moment;  ///< float32 [end - begin], contiguous views
+  bool replicated = true;  ///< every rank holds all; else the ranks' ranges cover the vectors once
+};
+
 class AdamW {
  public:
   AdamW(const AdamWOptions& options, FlatParameters& parameters);
   /// One update with the gradient that the parameters hold. Never called on a skipped step: then nothing here changes.
   void step(double lr);
   int64_t steps_taken() const { return steps_; }
+  OptimizerShard shard();
+  /// After shard() was filled from a checkpoint: the count goes on from there, parameters take the master's values.
+  void restored(int64_t steps_taken);
   const at::Tensor& first_moment() const { return first_; }
   const at::Tensor& second_moment() const { return second_; }
 
