@@ -49,8 +49,8 @@ void AdamW::step(double lr) {
   parameters_.publish();
 }
 
-OptimizerShard AdamW::shard() {
-  return {0, parameters_.size(), parameters_.master(), first_, second_, true};
+std::vector<OptimizerShard> AdamW::shards() {
+  return {{0, parameters_.size(), parameters_.master(), first_, second_, true}};
 }
 
 void AdamW::restored(int64_t steps_taken) {

@@ -10,6 +10,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <vector>
 
 #include "mtraining/optim/flat_parameters.h"
 
@@ -23,12 +24,13 @@ struct AdamWOptions {
 /// Errors: InvalidArgument naming the key.
 void check(const AdamWOptions& options);
 
-/// What this rank holds of the optimizer's state: elements [begin, end) of the flat vectors. A checkpoint is written from it and
-/// read into it; which ranks hold what may differ between the run that writes and the one that reads.
+/// A part of the optimizer's state that this rank holds: elements [begin, end) of the flat vectors, whose tensors and names
+/// parameters.segments() gives. A checkpoint is written from it and read into it; which ranks hold what may differ between the
+/// run that writes and the one that reads.
 struct OptimizerShard {
   int64_t begin = 0, end = 0;
   at::Tensor master, first_moment, second_moment;  ///< float32 [end - begin], contiguous views
-  bool replicated = true;  ///< every rank holds all; else the ranks' ranges cover the vectors once
+  bool replicated = true;  ///< every rank holds all; else the ranks' parts cover the vectors once
 };
 
 class AdamW {
@@ -37,8 +39,9 @@ class AdamW {
   /// One update with the gradient that the parameters hold. Never called on a skipped step: then nothing here changes.
   void step(double lr);
   int64_t steps_taken() const { return steps_; }
-  OptimizerShard shard();
-  /// After shard() was filled from a checkpoint: the count goes on from there, parameters take the master's values.
+  /// Ascending. One that is everything with parallel.zero = 0; with 2 one of each bucket of parameters.
+  std::vector<OptimizerShard> shards();
+  /// After shards() were filled from a checkpoint: the count goes on from there, parameters take the master's values.
   void restored(int64_t steps_taken);
   const at::Tensor& first_moment() const { return first_; }
   const at::Tensor& second_moment() const { return second_; }
