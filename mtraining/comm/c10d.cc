@@ -142,11 +142,10 @@ class C10dTransport : public Transport {
 
 }  // namespace
 
-std::unique_ptr<Transport> make_c10d(const C10dOptions& options) {
+std::unique_ptr<Transport> make_c10d(const C10dOptions& given) {
+  C10dOptions options = given;
   MT_CHECK_ARG(options.size >= 1 && options.rank >= 0 && options.rank < options.size,
                "c10d: expected 0 <= rank < size, got rank ", options.rank, " of ", options.size);
-  MT_CHECK_ARG(options.master_port > 0 && options.master_port < 65536,
-               "c10d: expected a master_port in [1, 65535], got ", options.master_port);
   MT_CHECK_ARG(options.backend == "gloo" || options.backend == "nccl",
                "c10d: expected backend gloo or nccl, got '", options.backend, "'");
 #ifndef USE_C10D_NCCL
@@ -154,14 +153,23 @@ std::unique_ptr<Transport> make_c10d(const C10dOptions& options) {
       options.backend == "gloo",
       "c10d: backend nccl: this build has no CUDA; use gloo or build with MTRAINING_CUDA=ON");
 #endif
+  const bool serves = options.rank == 0;
+  if (options.share_port && !serves) options.master_port = options.share_port(0);
+  const bool any_port = options.share_port && serves;
+  MT_CHECK_ARG(any_port || (options.master_port > 0 && options.master_port < 65536),
+               "c10d: expected a master_port in [1, 65535], got ", options.master_port);
   c10d::TCPStoreOptions store_options;
-  store_options.port = static_cast<uint16_t>(options.master_port);
-  store_options.isServer = options.rank == 0;
-  store_options.numWorkers = static_cast<size_t>(options.size);
+  store_options.port = any_port ? 0 : static_cast<uint16_t>(options.master_port);
+  store_options.isServer = serves;
+  // With a port to share the store would wait for ranks that do not know it yet; opening a communicator waits for all of them.
+  if (!options.share_port) store_options.numWorkers = static_cast<size_t>(options.size);
   store_options.timeout = options.timeout;
   try {
-    return std::make_unique<C10dTransport>(
-        options, c10::make_intrusive<c10d::TCPStore>(options.master_addr, store_options));
+    auto store = c10::make_intrusive<c10d::TCPStore>(options.master_addr, store_options);
+    if (any_port) options.master_port = options.share_port(store->getPort());
+    return std::make_unique<C10dTransport>(options, std::move(store));
+  } catch (const Error&) {
+    throw;
   } catch (const std::exception& e) {
     throw ExternalError(concat("c10d: rank ", options.rank, " of ", options.size,
                                " cannot meet the others at ", options.master_addr, ":",

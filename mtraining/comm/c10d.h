@@ -5,6 +5,7 @@
 #pragma once
 
 #include <chrono>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -23,6 +24,9 @@ struct C10dOptions {
   int master_port = 0;
   int rank = 0;
   int size = 1;
+  /// Replaces master_port: rank 0 is told the free port where its store listens, and returns it; the others return what rank 0
+  /// was told. So no port is named before it is held.
+  std::function<int(int port)> share_port;
   std::chrono::milliseconds timeout = std::chrono::minutes(10);
 };
 

@@ -1,10 +1,15 @@
 #include "mtraining/topology/topology.h"
 
+#include <algorithm>
 #include <charconv>
+#include <cstdint>
 #include <cstdlib>
 #include <limits>
+#include <numeric>
+#include <vector>
 
 #include "mtraining/base/check.h"
+#include "mtraining/topology/rendezvous.h"
 
 namespace mtraining::topology {
 namespace {
@@ -48,15 +53,35 @@ class Variables {
   const VariableLookup& lookup_;
 };
 
-/// SLURM_TASKS_PER_NODE: "8" or "8(x4)"; nothing where nodes differ ("8,4") .
-std::optional<int> uniform_tasks_per_node(const std::string& text) {
-  const std::string_view view(text);
-  const size_t paren = view.find("(x");
-  if (paren == std::string_view::npos) return parse_int(view);
-  if (view.back() != ')' || !parse_int(view.substr(paren + 2, view.size() - paren - 3))) {
-    return std::nullopt;
+/// Slurm's word on how tasks lie on nodes: their number where all nodes have equally many, else nothing.
+std::optional<int> uniform_tasks_per_node(const Variables& variables, int world_size) {
+  // SLURM_NTASKS_PER_NODE is what was asked for; the last node may have fewer.
+  if (const auto text = variables.text("SLURM_STEP_TASKS_PER_NODE")) {
+    const std::vector<int> tasks = expand_tasks_per_node(*text);
+    const int64_t sum = std::accumulate(tasks.begin(), tasks.end(), int64_t{0});
+    MT_CHECK_ARG(sum == world_size, "environment variable SLURM_STEP_TASKS_PER_NODE: expected ",
+                 world_size, " tasks as SLURM_NTASKS says, got ", sum, " in '", *text, "'");
+    const bool equal = std::equal(tasks.begin() + 1, tasks.end(), tasks.begin());
+    return equal ? std::optional<int>(tasks.front()) : std::nullopt;
   }
-  return parse_int(view.substr(0, paren));
+  if (const auto number = variables.number("SLURM_NTASKS_PER_NODE")) return number;
+  if (const auto text = variables.text("SLURM_TASKS_PER_NODE")) {
+    const std::vector<int> tasks = expand_tasks_per_node(*text);
+    if (std::equal(tasks.begin() + 1, tasks.end(), tasks.begin())) return tasks.front();
+  }
+  return std::nullopt;
+}
+
+/// Variables of two launchers around one process, of which neither started the other: whichever is believed, ranks are wrong.
+void check_single_launcher(const Variables& variables, const LaunchEnvironment& believed,
+                           const char* rank_name, const char* size_name) {
+  if (variables.has("TORCHELASTIC_RUN_ID")) return;  // torchrun is what the other one started
+  const auto rank = variables.number(rank_name), size = variables.number(size_name);
+  if (!rank || !size || *size <= 1) return;
+  MT_CHECK_ARG(*rank == believed.rank && *size == believed.world_size,
+               "environment: expected one launcher, got two that disagree: RANK = ", believed.rank,
+               " of WORLD_SIZE = ", believed.world_size, " and ", rank_name, " = ", *rank, " of ",
+               size_name, " = ", *size, "; unset the one that did not start these ranks");
 }
 
 void check_rank(const LaunchEnvironment& environment, const char* rank_name,
@@ -112,6 +137,10 @@ LaunchEnvironment read_launch_environment(const VariableLookup& lookup) {
     result.local_world_size = variables.number("LOCAL_WORLD_SIZE");
     result.local_rank = variables.number("LOCAL_RANK").value_or(result.rank);
     check_rank(result, "RANK", "WORLD_SIZE");
+    check_single_launcher(variables, result, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE");
+    // mpirun's daemons are tasks of a step of their own.
+    if (!variables.has("OMPI_COMM_WORLD_RANK"))
+      check_single_launcher(variables, result, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS");
   } else if (variables.has("OMPI_COMM_WORLD_RANK") || variables.has("OMPI_COMM_WORLD_SIZE")) {
     result.launcher = "mpirun";
     result.rank = variables.required("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE");
@@ -119,19 +148,18 @@ LaunchEnvironment read_launch_environment(const VariableLookup& lookup) {
     result.local_world_size = variables.number("OMPI_COMM_WORLD_LOCAL_SIZE");
     result.local_rank = variables.number("OMPI_COMM_WORLD_LOCAL_RANK").value_or(result.rank);
     check_rank(result, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE");
-  } else if (variables.has("SLURM_PROCID") && variables.has("SLURM_NTASKS")) {
+  } else if (variables.has("SLURM_PROCID") &&
+             (variables.has("SLURM_NTASKS") || variables.has("SLURM_STEP_NUM_TASKS"))) {
     // Both, because a batch script that has started no step yet may carry one of them alone.
     result.launcher = "srun";
     result.rank = variables.required("SLURM_PROCID", "SLURM_NTASKS");
-    result.world_size = variables.required("SLURM_NTASKS", "SLURM_PROCID");
+    const auto of_step = variables.number("SLURM_STEP_NUM_TASKS");
+    result.world_size = of_step ? *of_step : variables.required("SLURM_NTASKS", "SLURM_PROCID");
     result.local_rank = variables.number("SLURM_LOCALID").value_or(result.rank);
-    result.local_world_size = variables.number("SLURM_NTASKS_PER_NODE");
-    for (const char* name : {"SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"}) {
-      if (result.local_world_size) break;
-      if (const auto text = variables.text(name)) {
-        result.local_world_size = uniform_tasks_per_node(*text);
-      }
-    }
+    result.local_world_size = uniform_tasks_per_node(variables, result.world_size);
+    // A batch script's first shell carries the job's SLURM_PROCID and SLURM_NTASKS without being a task of a step.
+    result.certain = of_step.has_value() || variables.has("SLURM_STEP_ID") ||
+                     variables.has("SLURM_STEP_TASKS_PER_NODE");
     check_rank(result, "SLURM_PROCID", "SLURM_NTASKS");
   } else {
     result.launcher = "none";

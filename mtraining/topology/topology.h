@@ -47,10 +47,12 @@ struct LaunchEnvironment {
   /// Absent where the launcher does not say: then a hierarchical ring needs cp_inner_size.
   std::optional<int> local_world_size;
   std::string launcher;  ///< "torchrun" | "mpirun" | "srun" | "none"
+  /// False where the variables may be left from something around this process (the shell of a Slurm batch script).
+  bool certain = true;
 };
 
-/// Errors: InvalidArgument where a variable is set but not a number, one of a pair is missing, or
-/// rank >= world_size; names the variable.
+/// Errors: InvalidArgument where a variable is set but not a number, one of a pair is missing, rank >= world_size, tasks of
+/// the nodes do not make world_size, or two launchers disagree; names the variables.
 LaunchEnvironment read_launch_environment();
 /// The same from any source of variables: null or "" where one is not set.
 using VariableLookup = std::function<const char*(const char* name)>;
