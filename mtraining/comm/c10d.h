@@ -26,7 +26,7 @@ struct C10dOptions {
   int size = 1;
   /// Replaces master_port: rank 0 is told the free port where its store listens, and returns it; the others return what rank 0
   /// was told. So no port is named before it is held.
-  std::function<int(int port)> share_port;
+  std::function<int(int port)> share_port = {};
   std::chrono::milliseconds timeout = std::chrono::minutes(10);
 };
 
