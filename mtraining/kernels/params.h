@@ -65,6 +65,9 @@ struct BlockLists {
   // kCsr
   const int64_t* row_begin = nullptr;   // [rows, num_q_blocks + 1], absolute into key_blocks
   const int32_t* key_blocks = nullptr;  // local key blocks, ascending within a query block
+  // The same lists by key block, which the backward of a GPU walks; the forward and ref do not look.
+  const int64_t* key_row_begin = nullptr;  // [rows, num_key_blocks + 1], absolute into query_blocks
+  const int32_t* query_blocks = nullptr;   // local query blocks, ascending within a key block
 };
 
 /// Which single keys of a source each head attends to. Rows are batch * num_q_heads.

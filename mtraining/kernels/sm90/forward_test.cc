@@ -9,153 +9,20 @@
 #include <string>
 #include <vector>
 
-#include "mtraining/index/columns.h"
-#include "mtraining/index/index.h"
-#include "mtraining/index/step_index.h"
-#include "mtraining/kernels/sm90/device_memory.h"
-#include "mtraining/layout/layout.h"
+#include "mtraining/kernels/sm90/device_case.h"
 #include "mtraining/testing/comparator.h"
-#include "mtraining/testing/documents.h"
-#include "mtraining/testing/generator.h"
 #include "mtraining/testing/oracle.h"
 #include "mtraining/testing/plain.h"
-#include "mtraining/testing/random.h"
-#include "mtraining/testing/rounding.h"
 #include "mtraining/testing/shards.h"
 
 namespace mtraining::kernels::sm90 {
 namespace {
 
-using layout::LayoutKind;
-using testing::Documents;
-using testing::Precision;
-
-bool has_hopper() {
-  cudaDeviceProp properties;
-  return cudaGetDeviceProperties(&properties, 0) == cudaSuccess && properties.major == 9;
-}
-
-#define MT_NEEDS_HOPPER() \
-  if (!has_hopper()) GTEST_SKIP() << "needs a device of compute capability 9.x"
-
-enum class Columns { kNone, kOnce, kPerStep };
-enum class Launches { kOne, kOnePerSource };
-
-struct Case {
-  std::string name;
-  LayoutKind layout = LayoutKind::kContiguous;
-  int64_t seq_len = 300;
-  int64_t stripe = 64;
-  int cp_size = 1;
-  int nodes = 1;
-  int64_t batch = 1, num_q_heads = 4, num_kv_heads = 2, head_dim = 128;
-  DType dtype = DType::kBFloat16;
-  Columns columns = Columns::kNone;
-  bool csr = false;
-  Launches launches = Launches::kOne;
-  Documents documents = Documents::kOne;
-  bool dense = false;
-  bool without_diagonal =
-      false;  // diagonal 0 is not chosen in odd heads: empty rows, columns cut pair by pair
-  bool ragged_memory = false;  // contiguous, one rank: memory ends with the sequence
-  int64_t num_columns = 40;
-};
-
-Precision precision_of(DType dtype) {
-  return dtype == DType::kBFloat16 ? Precision::kBFloat16 : Precision::kFloat16;
-}
-
-struct Choice {
-  std::vector<std::vector<int32_t>> diagonals, columns;
-};
-
-/// Heads of unequal density.
-Choice choose(const Case& c) {
-  testing::Random random(17);
-  const int64_t blocks = (c.seq_len + 63) / 64;
-  Choice choice;
-  for (int64_t r = 0; r < c.batch * c.num_q_heads; ++r) {
-    std::vector<int32_t> diagonals, columns;
-    const double density = c.dense ? 2 : 0.1 + 0.25 * static_cast<double>(r % 4);
-    for (int64_t d = 0; d < blocks; ++d) {
-      const bool forced = d == 0 && !(c.without_diagonal && r % 2 == 1);
-      const bool barred = d == 0 && c.without_diagonal && r % 2 == 1;
-      if (!barred && (forced || random.uniform() < density))
-        diagonals.push_back(static_cast<int32_t>(d));
-    }
-    if (c.columns != Columns::kNone && r % 5 != 4) {
-      const int64_t wanted = std::min<int64_t>(c.seq_len, c.num_columns * (1 + r % 3));
-      std::vector<uint8_t> chosen(c.seq_len, 0);
-      for (int64_t n = 0; n < wanted; ++n)
-        chosen[std::min<int64_t>(
-            c.seq_len - 1, static_cast<int64_t>(random.uniform() * random.uniform() * c.seq_len))] =
-            1;
-      for (int64_t j = 0; j < c.seq_len; ++j)
-        if (chosen[j]) columns.push_back(static_cast<int32_t>(j));
-    }
-    choice.diagonals.push_back(diagonals);
-    choice.columns.push_back(columns);
-  }
-  return choice;
-}
-
-/// Positions of a rank's rows; with ragged_memory only those that exist.
-std::vector<int64_t> rows_of(const Case& c, const layout::Layout& layout, int rank) {
-  std::vector<int64_t> positions = layout.positions(rank);
-  if (c.ragged_memory) positions.resize(c.seq_len);
-  return positions;
-}
-
-/// Device copies of lists; the views point to them.
-struct DeviceBlocks {
-  DeviceMemory entries, num_entries, row_begin, key_blocks;
-  BlockLists view;
-  explicit DeviceBlocks(const index::StepBlocks& blocks)
-      : entries(blocks.entries),
-        num_entries(blocks.num_entries),
-        row_begin(blocks.row_begin),
-        key_blocks(blocks.key_blocks) {
-    view = blocks.view();
-    view.entries = entries.get<Entry>();
-    view.num_entries = num_entries.get<int32_t>();
-    view.row_begin = row_begin.get<int64_t>();
-    view.key_blocks = key_blocks.get<int32_t>();
-  }
-};
-struct DeviceColumns {
-  DeviceMemory rows, positions, counts;
-  ColumnLists view;
-  DeviceColumns(const std::vector<int32_t>& r, const std::vector<int32_t>& p,
-                const std::vector<int32_t>& n, int64_t capacity)
-      : rows(r), positions(p), counts(n) {
-    view = {rows.get<int32_t>(), positions.get<int32_t>(), counts.get<int32_t>(), capacity};
-  }
-};
-
-std::vector<double> widened(const std::vector<float>& values) {
-  return {values.begin(), values.end()};
-}
-
 void run_case(const Case& c) {
   SCOPED_TRACE(c.name);
   const Precision precision = precision_of(c.dtype);
   const int64_t B = c.batch, H = c.num_q_heads, Hk = c.num_kv_heads, D = c.head_dim;
-  testing::QkvOptions options{.batch = B,
-                              .seq_len = c.seq_len,
-                              .num_q_heads = H,
-                              .num_kv_heads = Hk,
-                              .head_dim = D,
-                              .seed = 3};
-  const testing::Qkv qkv = testing::make_qkv(options);
-  testing::Problem problem{.batch = B,
-                           .num_queries = c.seq_len,
-                           .num_keys = c.seq_len,
-                           .num_q_heads = H,
-                           .num_kv_heads = Hk,
-                           .head_dim = D};
-  problem.q = testing::round_to(precision, std::span<const float>(qkv.q));
-  problem.k = testing::round_to(precision, std::span<const float>(qkv.k));
-  problem.v = testing::round_to(precision, std::span<const float>(qkv.v));
+  const testing::Problem problem = make_problem(c);
   const Choice choice = choose(c);
   const std::vector<int32_t> documents = testing::make_document_starts(c.documents, B, c.seq_len);
   const testing::Mask mask =
@@ -222,10 +89,11 @@ void run_case(const Case& c) {
     std::vector<DeviceColumns> columns;
     std::vector<KeySource> sources;
     for (int source_rank = 0; source_rank < c.cp_size; ++source_rank) {
-      blocks.emplace_back(c.csr ? index::step_blocks_csr(index, layout, rank, source_rank)
-                                : index::step_blocks(index, layout, rank, source_rank));
-      KeySource source;
       const int64_t keys = static_cast<int64_t>(rows_of(c, layout, source_rank).size());
+      blocks.emplace_back(c.csr ? index::step_blocks_csr(index, layout, rank, source_rank)
+                                : index::step_blocks(index, layout, rank, source_rank),
+                          (keys + 63) / 64);
+      KeySource source;
       source.k = {k[source_rank].get(), keys * Hk * D, Hk * D, D};
       source.v = {v[source_rank].get(), keys * Hk * D, Hk * D, D};
       source.num_keys = keys;

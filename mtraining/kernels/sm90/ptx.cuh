@@ -33,10 +33,21 @@ __device__ __forceinline__ void store_shared_v4(uint32_t address, uint32_t x, ui
                "r"(w)
                : "memory");
 }
+__device__ __forceinline__ float2 load_shared_f2(uint32_t address) {
+  float2 v;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address) : "memory");
+  return v;
+}
+__device__ __forceinline__ void store_shared_f2(uint32_t address, float x, float y) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(x), "f"(y) : "memory");
+}
 __device__ __forceinline__ int32_t load_shared_s32(uint32_t address) {
   int32_t v;
   asm volatile("ld.shared.s32 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
   return v;
+}
+__device__ __forceinline__ float load_shared_f32(uint32_t address) {
+  return __int_as_float(load_shared_s32(address));
 }
 __device__ __forceinline__ void store_shared_s32(uint32_t address, int32_t value) {
   asm volatile("st.shared.s32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
@@ -48,6 +59,24 @@ __device__ __forceinline__ void ldmatrix_x4(uint32_t address, uint32_t (&r)[4]) 
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                : "r"(address)
                : "memory");
+}
+
+/// The same in the other direction.
+__device__ __forceinline__ void stmatrix_x4(uint32_t address, const uint32_t (&r)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+               "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
+               : "memory");
+}
+/// Orders this thread's writes to shared memory before what wgmma and bulk copies read of it.
+__device__ __forceinline__ void fence_async_shared() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// ---- global memory ----
+
+/// Adds to two neighbouring floats.
+__device__ __forceinline__ void reduce_add_f2(float* address, float x, float y) {
+  asm volatile("red.global.add.v2.f32 [%0], {%1, %2};" ::"l"(address), "f"(x), "f"(y) : "memory");
 }
 
 // ---- mbarrier ----
@@ -117,6 +146,36 @@ __device__ __forceinline__ void tensor_load_5d(uint32_t destination, const CUten
       "l"(reinterpret_cast<uint64_t>(map)), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3),
       "r"(c4), "l"(policy)
       : "memory");
+}
+
+/// Contiguous bytes (a multiple of 16) to shared memory; adds them to the barrier's transaction count.
+__device__ __forceinline__ void bulk_load(uint32_t destination, const void* source, uint32_t bytes,
+                                          uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(destination),
+      "l"(__cvta_generic_to_global(source)), "r"(bytes), "r"(barrier)
+      : "memory");
+}
+/// Adds one box of floats from shared memory to a five-dimensional tensor.
+__device__ __forceinline__ void tensor_reduce_add_5d(const CUtensorMap* map, uint32_t source,
+                                                     int c0, int c1, int c2, int c3, int c4) {
+  asm volatile(
+      "cp.reduce.async.bulk.tensor.5d.global.shared::cta.add.tile.bulk_group"
+      " [%0, {%2, %3, %4, %5, %6}], [%1];" ::"l"(reinterpret_cast<uint64_t>(map)),
+      "r"(source), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
+      : "memory");
+}
+__device__ __forceinline__ void bulk_commit() {
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+/// Waits until the sources of all but kPending groups of bulk copies of this thread may be overwritten.
+template <int kPending>
+__device__ __forceinline__ void bulk_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
+}
+__device__ __forceinline__ void bulk_wait() {
+  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
 
 // ---- registers of a warpgroup ----

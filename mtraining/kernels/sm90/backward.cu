@@ -1,0 +1,251 @@
+// Checks and launches of the Hopper backward.
+#include <algorithm>
+
+#include "mtraining/base/check.h"
+#include "mtraining/kernels/sm90/backward.h"
+#include "mtraining/kernels/sm90/backward_args.cuh"
+#include "mtraining/kernels/validate.h"
+
+namespace mtraining::kernels::sm90 {
+namespace {
+
+constexpr int64_t kCounterBytes = 256;
+
+int64_t blocks_of(int64_t tokens) { return (tokens + kBlock - 1) / kBlock; }
+
+/// Where the parts of the workspace begin.
+struct Workspace {
+  int64_t statistics, query_bounds, gathered, gathered_dk, gathered_dv, bytes;
+};
+
+Workspace layout_of(const BackwardParams& p) {
+  const int64_t rows = p.batch * p.num_q_heads, blocks = rows * blocks_of(p.num_queries);
+  const int64_t gathered = rows * most_gathered_rows(p) * p.head_dim;  // elements
+  Workspace w;
+  w.statistics = kCounterBytes;
+  w.query_bounds = w.statistics + blocks * 128 * 4;
+  w.gathered = round_up(w.query_bounds + blocks * 16, 256);
+  w.gathered_dk = w.gathered + round_up(2 * gathered * 2, 256);
+  w.gathered_dv = w.gathered_dk + gathered * 4;
+  w.bytes = w.gathered_dv + gathered * 4;
+  return w;
+}
+
+BackwardLauncher launcher(DType dtype, int64_t head_dim) {
+  if (dtype == DType::kBFloat16 && head_dim == 128) return launch_backward_bf16_d128;
+  if (dtype == DType::kBFloat16 && head_dim == 64) return launch_backward_bf16_d64;
+  if (dtype == DType::kFloat16 && head_dim == 128) return launch_backward_fp16_d128;
+  if (dtype == DType::kFloat16 && head_dim == 64) return launch_backward_fp16_d64;
+  return nullptr;
+}
+
+void check_types(const BackwardParams& p) {
+  MT_CHECK_SUPPORTED(launcher(p.dtype, p.head_dim) != nullptr,
+                     "sm90 backward: expected bf16 or fp16 with head_dim 64 or 128, got dtype ",
+                     static_cast<int>(p.dtype), " with head_dim ", p.head_dim);
+}
+
+void check_params(const BackwardParams& p) {
+  check_types(p);
+  check_sizes(p);
+  for (int s = 0; s < p.num_sources; ++s) {
+    const KeySource& source = p.sources[s];
+    for (const View& view : {source.dk, source.dv}) {
+      MT_CHECK_SUPPORTED(reinterpret_cast<uintptr_t>(view.data) % 8 == 0 &&
+                             view.stride_batch % 2 == 0 && view.stride_token % 2 == 0 &&
+                             view.stride_head % 2 == 0,
+                         "sm90 backward: source ", s,
+                         ": dk, dv: expected 8-byte aligned memory and even strides, got strides ",
+                         view.stride_batch, ", ", view.stride_token, ", ", view.stride_head);
+    }
+    MT_CHECK_SUPPORTED(
+        source.blocks.kind != BlockListKind::kCsr || source.num_keys == 0 ||
+            source.blocks.key_row_begin != nullptr,
+        "sm90 backward: source ", s,
+        ": CSR lists need their transpose (blocks.key_row_begin, blocks.query_blocks), got null");
+  }
+  const int64_t needed = backward_workspace_bytes(p);
+  MT_CHECK_ARG(p.workspace != nullptr && p.workspace_bytes >= needed &&
+                   reinterpret_cast<uintptr_t>(p.workspace) % 256 == 0,
+               "sm90 backward: expected a 256-byte aligned workspace of ", needed, " bytes, got ",
+               p.workspace_bytes, " at ", p.workspace);
+}
+
+/// Statistics and bounds of the query blocks; resets both queues.
+void prepare(const BackwardParams& p, const Workspace& w) {
+  char* memory = static_cast<char*>(p.workspace);
+  PrepareArgs args;
+  args.lse = static_cast<const float*>(p.lse);
+  args.delta = static_cast<const float*>(p.delta);
+  args.q_block_starts = p.q_block_starts;
+  args.document_start = p.document_start;
+  args.document_stride_batch = p.document_stride_batch;
+  args.num_heads = static_cast<int32_t>(p.num_q_heads);
+  args.num_rows = static_cast<int32_t>(p.batch * p.num_q_heads);
+  args.num_queries = static_cast<int32_t>(p.num_queries);
+  args.num_q_blocks = static_cast<int32_t>(blocks_of(p.num_queries));
+  args.seq_len = static_cast<int32_t>(p.seq_len);
+  args.position_stride = static_cast<int32_t>(p.position_stride);
+  args.scale = static_cast<float>(p.softmax_scale);
+  args.statistics = reinterpret_cast<float*>(memory + w.statistics);
+  args.query_bounds = reinterpret_cast<int4*>(memory + w.query_bounds);
+  args.counters = reinterpret_cast<int32_t*>(memory);
+  check_cuda(launch_prepare(args, static_cast<cudaStream_t>(p.stream)), "preparing rows");
+}
+
+/// Adds the gradients of the gathered columns of sources[first, last) to those of their keys.
+void scatter(const BackwardParams& p, const BackwardArgs& from, int first, int last) {
+  ScatterArgs args;
+  args.num_sources = 0;
+  int64_t max_capacity = 0;
+  for (int s = first; s < last; ++s) {
+    const ColumnLists& columns = p.sources[s].columns;
+    if (columns.counts == nullptr || columns.capacity == 0) continue;
+    const GradientArgs& to = from.gradients[s - first];
+    args.sources[args.num_sources++] = {to.dk,
+                                        to.dv,
+                                        to.dk_stride_batch,
+                                        to.dk_stride_token,
+                                        to.dk_stride_head,
+                                        to.dv_stride_batch,
+                                        to.dv_stride_token,
+                                        to.dv_stride_head,
+                                        columns.key_rows,
+                                        columns.positions,
+                                        columns.counts,
+                                        columns.capacity,
+                                        from.sources[s - first].gathered_begin};
+    max_capacity = std::max(max_capacity, columns.capacity);
+  }
+  if (args.num_sources == 0) return;
+  args.num_heads = from.num_heads;
+  args.heads_per_kv_head = from.heads_per_kv_head;
+  args.num_rows = from.num_rows;
+  args.head_dim = static_cast<int32_t>(p.head_dim);
+  args.gathered_rows = from.gathered_rows;
+  args.gathered_dk = from.gathered_dk;
+  args.gathered_dv = from.gathered_dv;
+  check_cuda(launch_scatter_columns(args, max_capacity, static_cast<cudaStream_t>(p.stream)),
+             "adding the gradients of columns");
+}
+
+/// One launch over sources[first, last).
+void backward_range(const BackwardParams& p, const Workspace& w, int first, int last, int num_sms) {
+  BackwardArgs args = {};
+  char* memory = static_cast<char*>(p.workspace);
+  const int64_t rows = p.batch * p.num_q_heads;
+  args.q = tensor_map("q", p.q, p.dtype, p.head_dim, p.num_queries, p.num_q_heads, p.batch);
+  args.dout =
+      tensor_map("dout", p.dout, p.dtype, p.head_dim, p.num_queries, p.num_q_heads, p.batch);
+  args.dq = gradient_map("dq", p.dq, p.head_dim, p.num_queries, p.num_q_heads, p.batch);
+  args.num_sources = last - first;
+  args.num_heads = static_cast<int32_t>(p.num_q_heads);
+  args.heads_per_kv_head = static_cast<int32_t>(p.num_q_heads / p.num_kv_heads);
+  args.num_kv_heads = static_cast<int32_t>(p.num_kv_heads);
+  args.num_rows = static_cast<int32_t>(rows);
+  args.num_queries = static_cast<int32_t>(p.num_queries);
+  args.num_q_blocks = static_cast<int32_t>(blocks_of(p.num_queries));
+  args.q_head_step = p.q.stride_head != 0;
+  args.q_batch_step = p.q.stride_batch != 0;
+  args.dout_head_step = p.dout.stride_head != 0;
+  args.dout_batch_step = p.dout.stride_batch != 0;
+  args.seq_len = static_cast<int32_t>(p.seq_len);
+  args.position_stride = static_cast<int32_t>(p.position_stride);
+  args.document_start = p.document_start;
+  args.document_stride_batch = p.document_stride_batch;
+  args.diagonal_bits = p.diagonal_bits;
+  args.diagonal_words = p.diagonal_words;
+  args.scale_log2 = static_cast<float>(p.softmax_scale * 1.4426950408889634);
+  args.scale = static_cast<float>(p.softmax_scale);
+  args.statistics = reinterpret_cast<const float*>(memory + w.statistics);
+  args.query_bounds = reinterpret_cast<const int4*>(memory + w.query_bounds);
+  args.gathered_dk = reinterpret_cast<float*>(memory + w.gathered_dk);
+  args.gathered_dv = reinterpret_cast<float*>(memory + w.gathered_dv);
+  args.next_item = reinterpret_cast<int32_t*>(memory);
+  int64_t block_pairs = 0, column_tiles = 0;
+  for (int s = first; s < last; ++s) {
+    const KeySource& source = p.sources[s];
+    args.gradients[s - first] = {static_cast<float*>(source.dk.data),
+                                 static_cast<float*>(source.dv.data),
+                                 source.dk.stride_batch,
+                                 source.dk.stride_token,
+                                 source.dk.stride_head,
+                                 source.dv.stride_batch,
+                                 source.dv.stride_token,
+                                 source.dv.stride_head};
+    if (source.blocks.kind != BlockListKind::kNone)
+      block_pairs = std::max(block_pairs, (source.num_keys + 127) / 128);
+    if (source.columns.counts != nullptr)
+      column_tiles = std::max(column_tiles, (source.columns.capacity + 127) / 128);
+  }
+  const int64_t column_items = column_tiles * args.num_sources * rows;
+  const int64_t items = column_items + block_pairs * args.num_sources * p.batch * p.num_kv_heads;
+  MT_CHECK_SUPPORTED(items < (int64_t{1} << 31) - 4096,
+                     "sm90 backward: expected fewer than 2^31 pairs of key blocks, got ", items);
+  args.block_pairs = static_cast<int32_t>(block_pairs);
+  args.column_tiles = static_cast<int32_t>(column_tiles);
+  args.column_items = static_cast<int32_t>(column_items);
+  args.num_items = static_cast<int32_t>(items);
+  if (items == 0) return;
+  args.gathered_rows = static_cast<int32_t>(gathered_rows(p, first, last));
+  prepare(p, w);
+  fill_sources(p, first, last, memory + w.gathered, args.next_item, args.sources, &args.gathered_k,
+               &args.gathered_v);
+  check_cuda(
+      launcher(p.dtype, p.head_dim)(args, true, num_sms, static_cast<cudaStream_t>(p.stream)),
+      "launching");
+  scatter(p, args, first, last);
+}
+
+}  // namespace
+
+int64_t backward_workspace_bytes(const BackwardParams& params) { return layout_of(params).bytes; }
+
+void backward(const BackwardParams& params) {
+  check(params);
+  check_params(params);
+  if (params.batch == 0 || params.num_queries == 0) return;
+  const int num_sms = multiprocessors(params);
+  const Workspace workspace = layout_of(params);
+  for (int first = 0; first < params.num_sources; first += kMaxSources) {
+    backward_range(params, workspace, first, std::min(first + kMaxSources, params.num_sources),
+                   num_sms);
+  }
+}
+
+void delta(const BackwardParams& p, ConstView out, void* delta) {
+  check_delta(p, out, delta);
+  check_types(p);
+  check_sizes(p);
+  if (p.batch == 0 || p.num_queries == 0) return;
+  MT_CHECK_SUPPORTED(reinterpret_cast<uintptr_t>(out.data) % 16 == 0 && out.stride_batch % 4 == 0 &&
+                         out.stride_token % 4 == 0 && out.stride_head % 4 == 0,
+                     "out: expected 16-byte aligned memory and strides that are multiples of 4, "
+                     "got strides ",
+                     out.stride_batch, ", ", out.stride_token, ", ", out.stride_head);
+  MT_CHECK_SUPPORTED(reinterpret_cast<uintptr_t>(p.dout.data) % 8 == 0 &&
+                         p.dout.stride_batch % 4 == 0 && p.dout.stride_token % 4 == 0 &&
+                         p.dout.stride_head % 4 == 0,
+                     "dout: expected 8-byte aligned memory and strides that are multiples of 4, "
+                     "got strides ",
+                     p.dout.stride_batch, ", ", p.dout.stride_token, ", ", p.dout.stride_head);
+  DeltaArgs args;
+  args.dout = p.dout.data;
+  args.out = static_cast<const float*>(out.data);
+  args.dout_stride_batch = p.dout.stride_batch;
+  args.dout_stride_token = p.dout.stride_token;
+  args.dout_stride_head = p.dout.stride_head;
+  args.out_stride_batch = out.stride_batch;
+  args.out_stride_token = out.stride_token;
+  args.out_stride_head = out.stride_head;
+  args.lse = static_cast<const float*>(p.lse);
+  args.delta = static_cast<float*>(delta);
+  args.num_heads = static_cast<int32_t>(p.num_q_heads);
+  args.num_rows = static_cast<int32_t>(p.batch * p.num_q_heads);
+  args.num_queries = static_cast<int32_t>(p.num_queries);
+  check_cuda(launch_delta(args, p.dtype, static_cast<int>(p.head_dim),
+                          static_cast<cudaStream_t>(p.stream)),
+             "computing delta");
+}
+
+}  // namespace mtraining::kernels::sm90

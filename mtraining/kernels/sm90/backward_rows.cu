@@ -1,0 +1,192 @@
+// The small kernels around the backward launch: see launch_prepare, launch_scatter_columns, launch_delta.
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <climits>
+
+#include "mtraining/kernels/sm90/backward_args.cuh"
+
+namespace mtraining::kernels::sm90 {
+namespace {
+
+constexpr int kWarps = 4;
+
+/// A warp a query block, two rows a lane.
+__global__ void __launch_bounds__(32 * kWarps) prepare(const PrepareArgs args) {
+  if (blockIdx.x == 0 && threadIdx.x < 2) args.counters[threadIdx.x] = 0;
+  const int64_t unit = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
+  const int lane = threadIdx.x % 32;
+  if (unit >= static_cast<int64_t>(args.num_rows) * args.num_q_blocks) return;
+  const int row = static_cast<int>(unit / args.num_q_blocks),
+            block = static_cast<int>(unit % args.num_q_blocks);
+  const int32_t start = args.q_block_starts[block];
+  int32_t last = -1, document_min = INT_MAX, document_max = 0;
+  bool empty = false;
+  for (int i = 0; i < 2; ++i) {
+    const int inside = lane + 32 * i, token = block * 64 + inside;
+    float lse = -INFINITY, delta = 0;
+    if (token < args.num_queries) {
+      const int32_t position = start + inside * args.position_stride;
+      const float natural = args.lse[static_cast<int64_t>(row) * args.num_queries + token];
+      if (natural != -INFINITY && position < args.seq_len) {
+        lse = -natural * 1.4426950408889634f;
+        delta = -args.delta[static_cast<int64_t>(row) * args.num_queries + token] * args.scale;
+        last = position;
+        const int32_t document =
+            args.document_start == nullptr
+                ? 0
+                : args.document_start[row / args.num_heads * args.document_stride_batch + token];
+        document_min = min(document_min, document);
+        document_max = max(document_max, document);
+      } else {
+        empty = true;
+      }
+    }
+    args.statistics[unit * 128 + inside] = lse;
+    args.statistics[unit * 128 + 64 + inside] = delta;
+  }
+  last = __reduce_max_sync(~0u, last);
+  document_min = __reduce_min_sync(~0u, document_min);
+  document_max = __reduce_max_sync(~0u, document_max);
+  empty = __any_sync(~0u, empty);
+  if (lane == 0) {
+    args.query_bounds[unit] =
+        make_int4(start | (empty ? INT_MIN : 0), last, last < 0 ? 0 : document_min, document_max);
+  }
+}
+
+/// A warp a column of a head; the first head of the kv head that has the column adds all of them up.
+template <int kD>
+__global__ void __launch_bounds__(32 * kWarps)
+    scatter_columns(const __grid_constant__ ScatterArgs args) {
+  constexpr int kEach = kD / 32;
+  const ScatterSource& source = args.sources[blockIdx.z];
+  const int lane = threadIdx.x % 32;
+  const int64_t column = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
+  for (int row = blockIdx.y; row < args.num_rows; row += gridDim.y) {
+    if (column >= source.counts[row]) continue;
+    const int32_t position = source.positions[row * source.capacity + column];
+    const int group = args.heads_per_kv_head, first = row / group * group;
+    float dk[kEach] = {}, dv[kEach] = {};
+    bool owner = true;
+    for (int base = 0; base < group && owner; base += 32) {
+      // Where each of up to 32 heads has the position, or -1.
+      int at = -1;
+      if (base + lane < group) {
+        const int32_t* list = source.positions + (first + base + lane) * source.capacity;
+        int low = 0, high = source.counts[first + base + lane];
+        while (low < high) {
+          const int middle = (low + high) / 2;
+          if (list[middle] < position) {
+            low = middle + 1;
+          } else {
+            high = middle;
+          }
+        }
+        if (low < source.counts[first + base + lane] && list[low] == position) at = low;
+      }
+      uint32_t found = __ballot_sync(~0u, at >= 0);
+      for (; found != 0; found &= found - 1) {
+        const int head = __ffs(found) - 1;
+        if (first + base + head < row) {
+          owner = false;
+          break;
+        }
+        const int64_t from = ((static_cast<int64_t>(first) + base + head) * args.gathered_rows +
+                              source.gathered_begin + __shfl_sync(~0u, at, head)) *
+                                 kD +
+                             lane * kEach;
+#pragma unroll
+        for (int i = 0; i < kEach; ++i) {
+          dk[i] += args.gathered_dk[from + i];
+          dv[i] += args.gathered_dv[from + i];
+        }
+      }
+    }
+    if (!owner) continue;
+    const int64_t token = source.key_rows[row * source.capacity + column];
+    const int64_t batch = row / args.num_heads, kv_head = row % args.num_heads / group;
+    float* dk_at = source.dk + batch * source.dk_stride_batch + token * source.dk_stride_token +
+                   kv_head * source.dk_stride_head + lane * kEach;
+    float* dv_at = source.dv + batch * source.dv_stride_batch + token * source.dv_stride_token +
+                   kv_head * source.dv_stride_head + lane * kEach;
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      dk_at[i] += dk[i];
+      dv_at[i] += dv[i];
+    }
+  }
+}
+
+__device__ __forceinline__ float2 widen(__nv_bfloat162 x) { return __bfloat1622float2(x); }
+__device__ __forceinline__ float2 widen(__half2 x) { return __half22float2(x); }
+
+/// kD / 4 lanes a row, each 4 values; neighbouring rows are the heads of a token, as they mostly lie in memory.
+template <typename Pair, int kD>
+__global__ void __launch_bounds__(256) compute_delta(const DeltaArgs args) {
+  constexpr int kLanes = kD / 4;
+  const int lane = threadIdx.x % kLanes;
+  const int64_t unit = static_cast<int64_t>(blockIdx.x) * (256 / kLanes) + threadIdx.x / kLanes;
+  const int64_t head = unit % args.num_heads, token = unit / args.num_heads % args.num_queries,
+                batch = unit / args.num_heads / args.num_queries;
+  const bool real = unit < static_cast<int64_t>(args.num_rows) * args.num_queries;
+  const int64_t at = (batch * args.num_heads + head) * args.num_queries + token;
+  const bool counts = real && args.lse[real ? at : 0] != -INFINITY;
+  float sum = 0;
+  if (counts) {
+    const float4 out = __ldcs(reinterpret_cast<const float4*>(
+                                  args.out + batch * args.out_stride_batch +
+                                  token * args.out_stride_token + head * args.out_stride_head) +
+                              lane);
+    const Pair* dout = static_cast<const Pair*>(args.dout) +
+                       (batch * args.dout_stride_batch + token * args.dout_stride_token +
+                        head * args.dout_stride_head) /
+                           2 +
+                       lane * 2;
+    const float2 a = widen(dout[0]), b = widen(dout[1]);
+    sum = fmaf(out.x, a.x, fmaf(out.y, a.y, fmaf(out.z, b.x, out.w * b.y)));
+  }
+#pragma unroll
+  for (int i = kLanes / 2; i > 0; i /= 2) sum += __shfl_xor_sync(~0u, sum, i);
+  if (real && lane == 0) args.delta[at] = sum;
+}
+
+template <typename Pair, int kD>
+cudaError_t launch_delta_of(const DeltaArgs& args, cudaStream_t stream) {
+  const int64_t units = static_cast<int64_t>(args.num_rows) * args.num_queries;
+  const int64_t each = 256 / (kD / 4);
+  compute_delta<Pair, kD>
+      <<<static_cast<unsigned>((units + each - 1) / each), 256, 0, stream>>>(args);
+  return cudaGetLastError();
+}
+
+}  // namespace
+
+cudaError_t launch_prepare(const PrepareArgs& args, cudaStream_t stream) {
+  const int64_t units = static_cast<int64_t>(args.num_rows) * args.num_q_blocks;
+  prepare<<<static_cast<unsigned>((units + kWarps - 1) / kWarps), 32 * kWarps, 0, stream>>>(args);
+  return cudaGetLastError();
+}
+
+cudaError_t launch_scatter_columns(const ScatterArgs& args, int64_t max_capacity,
+                                   cudaStream_t stream) {
+  const dim3 grid(static_cast<unsigned>((max_capacity + kWarps - 1) / kWarps),
+                  args.num_rows < 65535 ? args.num_rows : 65535, args.num_sources);
+  if (args.head_dim == 128) {
+    scatter_columns<128><<<grid, 32 * kWarps, 0, stream>>>(args);
+  } else {
+    scatter_columns<64><<<grid, 32 * kWarps, 0, stream>>>(args);
+  }
+  return cudaGetLastError();
+}
+
+cudaError_t launch_delta(const DeltaArgs& args, DType dtype, int head_dim, cudaStream_t stream) {
+  if (dtype == DType::kBFloat16) {
+    return head_dim == 128 ? launch_delta_of<__nv_bfloat162, 128>(args, stream)
+                           : launch_delta_of<__nv_bfloat162, 64>(args, stream);
+  }
+  return head_dim == 128 ? launch_delta_of<__half2, 128>(args, stream)
+                         : launch_delta_of<__half2, 64>(args, stream);
+}
+
+}  // namespace mtraining::kernels::sm90

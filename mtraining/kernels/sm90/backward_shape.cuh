@@ -1,0 +1,97 @@
+// Shared memory of the key-stationary backward and what producer and consumers tell each other through it.
+//
+// In:   head_dim. Out: offsets, notes. Next: backward_producer.cuh, backward_consumer.cuh.
+#pragma once
+
+#include <cstdint>
+
+#include "mtraining/kernels/sm90/forward_shape.cuh"
+
+namespace mtraining::kernels::sm90 {
+
+/// kWithQueries: dq is computed too, through score gradients that the two groups exchange.
+template <int kD, bool kWithQueries>
+struct BackwardShape {
+  static constexpr int kGroups = 2;               // consumer warpgroups, 64 keys each
+  static constexpr int kTileBytes = 64 * kD * 2;  // [D / 64][64 rows][64 of D], 128-byte swizzle
+  static constexpr int kStages = (kWithQueries ? 3 : 4) * 128 / kD;
+  static constexpr int kScoreBytes = 64 * 64 * 2;  // dS^T of a group: [64 keys][64 queries]
+  static constexpr int kStatisticsBytes = 2 * 64 * 4;
+  static constexpr int kNoteBytes = 32;
+  // A warp's dq: [D / 64][16 rows][32 of D] of float32.
+  static constexpr int kPartBytes = kD / 64 * 16 * 128;
+
+  static constexpr int kQueries = 2 * kGroups * kTileBytes;
+  static constexpr int kScores = kQueries + kStages * 2 * kTileBytes;
+  static constexpr int kParts = kScores + (kWithQueries ? 2 * kGroups * kScoreBytes : 0);
+  static constexpr int kStatistics = kParts + (kWithQueries ? 8 * kPartBytes : 0);
+  static constexpr int kNotes = kStatistics + kStages * kStatisticsBytes;
+  static constexpr int kPositions = kNotes + kStages * kNoteBytes;
+  static constexpr int kItem = kPositions + kGroups * 64 * 4;
+  static constexpr int kBarriers = kItem + 32;
+  static constexpr int kBytes = kBarriers + (2 * kStages + 7) * 8;
+  static constexpr int kConsumerWarps = 4 * kGroups;
+  static constexpr int kThreads = 32 * kConsumerWarps + 128;
+  static constexpr int kConsumerRegisters = 232, kProducerRegisters = 40;
+
+  static __device__ __forceinline__ uint32_t keys(uint32_t base, uint32_t group) {
+    return base + group * kTileBytes;
+  }
+  static __device__ __forceinline__ uint32_t values(uint32_t base, uint32_t group) {
+    return base + (kGroups + group) * kTileBytes;
+  }
+  static __device__ __forceinline__ uint32_t queries(uint32_t base, uint32_t slot) {
+    return base + kQueries + slot * 2 * kTileBytes;
+  }
+  static __device__ __forceinline__ uint32_t dout(uint32_t base, uint32_t slot) {
+    return queries(base, slot) + kTileBytes;
+  }
+  static __device__ __forceinline__ uint32_t scores(uint32_t base, uint32_t buffer,
+                                                    uint32_t group) {
+    return base + kScores + (buffer * kGroups + group) * kScoreBytes;
+  }
+  static __device__ __forceinline__ uint32_t part(uint32_t base, uint32_t group, uint32_t warp) {
+    return base + kParts + (group * 4 + warp) * kPartBytes;
+  }
+  static __device__ __forceinline__ uint32_t statistics(uint32_t base, uint32_t slot) {
+    return base + kStatistics + slot * kStatisticsBytes;
+  }
+  static __device__ __forceinline__ uint32_t note(uint32_t base, uint32_t slot) {
+    return base + kNotes + slot * kNoteBytes;
+  }
+  static __device__ __forceinline__ uint32_t positions(uint32_t base, uint32_t group) {
+    return base + kPositions + group * 256;
+  }
+  static __device__ __forceinline__ uint32_t item(uint32_t base) { return base + kItem; }
+  // Barriers: a stage is loaded; done with (every consumer warp); the item's keys are loaded; done with; rows to be cleaned are
+  // loaded; a buffer of score gradients is written; read.
+  static __device__ __forceinline__ uint32_t full(uint32_t base, uint32_t slot) {
+    return base + kBarriers + slot * 8;
+  }
+  static __device__ __forceinline__ uint32_t empty(uint32_t base, uint32_t slot) {
+    return base + kBarriers + (kStages + slot) * 8;
+  }
+  static __device__ __forceinline__ uint32_t keys_full(uint32_t base) {
+    return base + kBarriers + 2 * kStages * 8;
+  }
+  static __device__ __forceinline__ uint32_t keys_empty(uint32_t base) {
+    return keys_full(base) + 8;
+  }
+  static __device__ __forceinline__ uint32_t uncleaned(uint32_t base) {
+    return keys_full(base) + 16;
+  }
+  static __device__ __forceinline__ uint32_t scores_full(uint32_t base, uint32_t buffer) {
+    return keys_full(base) + 24 + buffer * 8;
+  }
+  static __device__ __forceinline__ uint32_t scores_empty(uint32_t base, uint32_t buffer) {
+    return keys_full(base) + 40 + buffer * 8;
+  }
+};
+
+// An item's note: {kind and source << 8, row or (sample, kv head), first key row or column, keys that exist from there on}.
+inline constexpr uint32_t kItemBlocks = 0, kItemColumns = 1, kItemEnd = 2;
+// A stage's note: {flags of group 0 | flags of group 1 << 8, position of the first query, query block, row},
+// {bits of keys that count: group 0, group 1}. Flags as in the forward's notes.
+inline constexpr int kGroupFlags = 8;
+
+}  // namespace mtraining::kernels::sm90

@@ -1,0 +1,530 @@
+// The Hopper backward against the float64 oracle, rank by rank: dq, dk, dv apart, both modes, over the forward's table of cases.
+#include "mtraining/kernels/sm90/backward.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "mtraining/kernels/sm90/device_case.h"
+#include "mtraining/kernels/sm90/forward.h"
+#include "mtraining/testing/comparator.h"
+#include "mtraining/testing/oracle.h"
+#include "mtraining/testing/plain.h"
+#include "mtraining/testing/shards.h"
+
+namespace mtraining::kernels::sm90 {
+namespace {
+
+/// What the deterministic mode gave, put together; dout as the kernels saw it.
+struct Gradients {
+  std::vector<double> dq, dk, dv, dout;
+};
+
+constexpr int64_t kGuardRows = 64;  // beyond the end, must stay as they are
+
+/// Gradients begin at 1: the kernels add.
+DeviceMemory ones(int64_t rows, int64_t width) {
+  std::vector<float> values((rows + kGuardRows) * width, NAN);
+  std::fill_n(values.begin(), rows * width, 1.0f);
+  return DeviceMemory(values);
+}
+
+/// Less the 1 of the beginning; fails where the guard was written.
+std::vector<float> read_gradient(const DeviceMemory& memory, int64_t count, const char* name) {
+  std::vector<float> values = memory.read<float>();
+  for (size_t i = count; i < values.size(); ++i)
+    EXPECT_TRUE(std::isnan(values[i])) << name << ": guard element " << i - count;
+  values.resize(count);
+  for (float& x : values) x -= 1;
+  return values;
+}
+
+Gradients run_case(const Case& c) {
+  SCOPED_TRACE(c.name);
+  const Precision precision = precision_of(c.dtype);
+  const int64_t B = c.batch, H = c.num_q_heads, Hk = c.num_kv_heads, D = c.head_dim;
+  const testing::Problem problem = make_problem(c);
+  const Choice choice = choose(c);
+  const std::vector<int32_t> documents = testing::make_document_starts(c.documents, B, c.seq_len);
+  const testing::Mask mask =
+      testing::vertical_slash_mask(choice.diagonals, choice.columns, H, documents, c.seq_len);
+  const testing::Solution truth = testing::solve(problem, mask);
+  const testing::Solution plain =
+      testing::solve_plain(problem, mask, precision, testing::Delta::kFromOut);
+
+  const index::Index index = index::make_index(static_cast<int>(B), static_cast<int>(H), c.seq_len,
+                                               choice.diagonals, choice.columns);
+  const layout::Layout layout({.kind = c.layout,
+                               .seq_len = c.seq_len,
+                               .cp_size = c.cp_size,
+                               .stripe = c.stripe,
+                               .nodes = c.nodes});
+  const index::DiagonalBitmap bitmap = index::diagonal_bitmap(index);
+  const DeviceMemory bits(bitmap.bits);
+
+  // Padding rows hold NaN, but for values: 0 * NaN is NaN there as in dense attention.
+  const auto shard = [&](const std::vector<double>& values, int rank, double padding) {
+    return DeviceMemory(testing::pack(
+        precision,
+        testing::take_rows<double>(values, B, c.seq_len, rows_of(c, layout, rank), padding)));
+  };
+  std::vector<DeviceMemory> k, v, starts;
+  for (int rank = 0; rank < c.cp_size; ++rank) {
+    k.push_back(shard(problem.k, rank, NAN));
+    v.push_back(shard(problem.v, rank, 0));
+    starts.emplace_back(layout.block_starts(rank));
+  }
+
+  // Columns once: the union gathered from all ranks.
+  std::vector<DeviceMemory> gathered_k, gathered_v;
+  std::vector<DeviceColumns> gathered;
+  std::vector<std::vector<index::PackedRow>> gathered_owner;  // of each buffer row; batch -1: none
+  std::vector<std::vector<int64_t>> gathered_position;
+  if (c.columns == Columns::kOnce) {
+    const index::ColumnPlan plan = index::plan_columns(index, layout, static_cast<int>(Hk), 48);
+    for (const index::ColumnSlice& slice : plan.slices) {
+      const int64_t rows = c.cp_size * slice.rows_per_rank;
+      std::vector<double> rows_k(rows * D, 1e30), rows_v(rows_k);
+      gathered_owner.emplace_back(rows, index::PackedRow{-1, 0, 0});
+      gathered_position.emplace_back(rows, 0);
+      for (int rank = 0; rank < c.cp_size; ++rank) {
+        for (size_t i = 0; i < slice.rows[rank].size(); ++i) {
+          const index::PackedRow& row = slice.rows[rank][i];
+          const int64_t position = layout.position(rank, row.offset);
+          const int64_t from = ((row.batch * c.seq_len + position) * Hk + row.kv_head) * D;
+          const int64_t to = rank * slice.rows_per_rank + static_cast<int64_t>(i);
+          std::copy_n(problem.k.begin() + from, D, rows_k.begin() + to * D);
+          std::copy_n(problem.v.begin() + from, D, rows_v.begin() + to * D);
+          gathered_owner.back()[to] = row;
+          gathered_position.back()[to] = position;
+        }
+      }
+      gathered_k.emplace_back(testing::pack(precision, rows_k));
+      gathered_v.emplace_back(testing::pack(precision, rows_v));
+      gathered.emplace_back(slice.gathered_rows, slice.positions, slice.counts, slice.capacity);
+    }
+  }
+
+  Gradients result;
+  for (const bool deterministic : {false, true}) {
+    Gradients got;
+    got.dq.assign(problem.q.size(), NAN);
+    got.dk.assign(problem.k.size(), 0);
+    got.dv.assign(problem.k.size(), 0);
+    std::vector<DeviceMemory> dk, dv, gathered_dk, gathered_dv;
+    for (int rank = 0; rank < c.cp_size; ++rank) {
+      const int64_t rows = static_cast<int64_t>(rows_of(c, layout, rank).size()) * B;
+      dk.push_back(ones(rows, Hk * D));
+      dv.push_back(ones(rows, Hk * D));
+    }
+    for (const auto& owner : gathered_owner) {
+      gathered_dk.push_back(ones(static_cast<int64_t>(owner.size()), D));
+      gathered_dv.push_back(ones(static_cast<int64_t>(owner.size()), D));
+    }
+    for (int rank = 0; rank < c.cp_size; ++rank) {
+      const std::vector<int64_t> positions = rows_of(c, layout, rank);
+      const int64_t n = static_cast<int64_t>(positions.size());
+      const DeviceMemory q = shard(problem.q, rank, NAN);
+      DeviceMemory document;
+      if (!documents.empty())
+        document = DeviceMemory(testing::take_rows<int32_t>(documents, B, c.seq_len, positions, 0));
+
+      std::vector<DeviceBlocks> blocks;
+      std::vector<DeviceColumns> columns;
+      std::vector<KeySource> sources;
+      for (int source_rank = 0; source_rank < c.cp_size; ++source_rank) {
+        const int64_t keys = static_cast<int64_t>(rows_of(c, layout, source_rank).size());
+        blocks.emplace_back(c.csr ? index::step_blocks_csr(index, layout, rank, source_rank)
+                                  : index::step_blocks(index, layout, rank, source_rank),
+                            (keys + 63) / 64);
+        KeySource source;
+        source.k = {k[source_rank].get(), keys * Hk * D, Hk * D, D};
+        source.v = {v[source_rank].get(), keys * Hk * D, Hk * D, D};
+        source.dk = {dk[source_rank].get(), keys * Hk * D, Hk * D, D};
+        source.dv = {dv[source_rank].get(), keys * Hk * D, Hk * D, D};
+        source.num_keys = keys;
+        source.block_starts = starts[source_rank].get<int32_t>();
+        source.blocks = blocks.back().view;
+        if (c.columns == Columns::kPerStep) {
+          const index::StepColumns step = index::step_columns(index, layout, source_rank);
+          columns.emplace_back(step.rows, step.positions, step.counts, step.capacity);
+          source.columns = columns.back().view;
+        }
+        sources.push_back(source);
+      }
+      for (size_t s = 0; s < gathered.size(); ++s) {
+        KeySource source;
+        source.k = {gathered_k[s].get(), 0, D, 0};
+        source.v = {gathered_v[s].get(), 0, D, 0};
+        source.dk = {gathered_dk[s].get(), 0, D, 0};
+        source.dv = {gathered_dv[s].get(), 0, D, 0};
+        source.num_keys = static_cast<int64_t>(gathered_owner[s].size());
+        source.columns = gathered[s].view;
+        sources.push_back(source);
+      }
+
+      DeviceMemory out(B * n * H * D * 4);
+      const DeviceMemory lse((B * H * n) * 4);
+      ForwardParams f;
+      f.batch = B;
+      f.num_q_heads = H;
+      f.num_kv_heads = Hk;
+      f.head_dim = D;
+      f.num_queries = n;
+      f.dtype = c.dtype;
+      f.softmax_scale = 1 / std::sqrt(static_cast<double>(D));
+      f.seq_len = c.seq_len;
+      f.q = {q.get(), n * H * D, H * D, D};
+      f.q_block_starts = starts[rank].get<int32_t>();
+      f.position_stride = layout.position_stride();
+      f.document_start = documents.empty() ? nullptr : document.get<int32_t>();
+      f.document_stride_batch = n;
+      f.diagonal_bits = bits.get<uint64_t>();
+      f.diagonal_words = bitmap.words;
+      f.sm_margin = rank;
+      f.sources = sources.data();
+      f.num_sources = static_cast<int>(sources.size());
+      f.out = {out.get(), n * H * D, H * D, D};
+      f.lse = lse.get();
+      const DeviceMemory forward_workspace(forward_workspace_bytes(f));
+      f.workspace = forward_workspace.get();
+      f.workspace_bytes = forward_workspace.bytes();
+      forward(f);
+      check_device(cudaDeviceSynchronize(), "the forward");
+
+      // What was saved for an empty row, and its dout, must not matter.
+      std::vector<float> saved = out.read<float>();
+      const std::vector<float> row_lse = lse.read<float>();
+      std::vector<double> row_dout =
+          testing::take_rows<double>(problem.dout, B, c.seq_len, positions, NAN);
+      for (int64_t r = 0; r < B * n * H; ++r) {
+        const int64_t b = r / H / n, t = r / H % n, h = r % H;
+        if (row_lse[(b * H + h) * n + t] != -INFINITY) continue;
+        std::fill_n(saved.begin() + r * D, D, NAN);
+        std::fill_n(row_dout.begin() + r * D, D, NAN);
+      }
+      out = DeviceMemory(saved);
+      const DeviceMemory dout(testing::pack(precision, row_dout));
+      const DeviceMemory row_delta(B * H * n * 4), dq = ones(B * n, H * D);
+      BackwardParams g;
+      static_cast<AttentionParams&>(g) = f;
+      g.dout = {dout.get(), n * H * D, H * D, D};
+      g.lse = lse.get();
+      g.delta = row_delta.get();
+      g.dq = {dq.get(), n * H * D, H * D, D};
+      g.deterministic = deterministic;
+      delta(g, {out.get(), n * H * D, H * D, D}, row_delta.get());
+      const size_t step = c.launches == Launches::kOne ? sources.size() : 1;
+      for (size_t first = 0; first < sources.size(); first += step) {
+        g.sources = sources.data() + first;
+        g.num_sources = static_cast<int>(std::min(step, sources.size() - first));
+        const DeviceMemory workspace(backward_workspace_bytes(g));
+        g.workspace = workspace.get();
+        g.workspace_bytes = workspace.bytes();
+        backward(g);
+        check_device(cudaDeviceSynchronize(), "the backward");
+      }
+      const std::vector<float> rank_dq = read_gradient(dq, B * n * H * D, "dq");
+      for (int64_t b = 0; b < B; ++b) {
+        for (int64_t t = 0; t < n; ++t) {
+          const float* row = rank_dq.data() + (b * n + t) * H * D;
+          if (positions[t] >= c.seq_len) {
+            for (int64_t x = 0; x < H * D; ++x)
+              EXPECT_EQ(row[x], 0.0f) << "dq of padding row " << t;
+          } else {
+            std::copy_n(row, H * D, got.dq.begin() + (b * c.seq_len + positions[t]) * H * D);
+          }
+        }
+      }
+    }
+    for (int rank = 0; rank < c.cp_size; ++rank) {
+      const std::vector<int64_t> positions = rows_of(c, layout, rank);
+      const int64_t n = static_cast<int64_t>(positions.size());
+      const std::vector<float> rank_dk = read_gradient(dk[rank], B * n * Hk * D, "dk"),
+                               rank_dv = read_gradient(dv[rank], B * n * Hk * D, "dv");
+      for (int64_t r = 0; r < B * n; ++r) {
+        for (int64_t x = 0; x < Hk * D; ++x) {
+          const float a = rank_dk[r * Hk * D + x], b = rank_dv[r * Hk * D + x];
+          if (positions[r % n] >= c.seq_len) {
+            EXPECT_TRUE(a == 0 && b == 0) << "dk, dv of padding row " << r % n;
+          } else {
+            got.dk[(r / n * c.seq_len + positions[r % n]) * Hk * D + x] += a;
+            got.dv[(r / n * c.seq_len + positions[r % n]) * Hk * D + x] += b;
+          }
+        }
+      }
+    }
+    for (size_t s = 0; s < gathered.size(); ++s) {
+      const int64_t rows = static_cast<int64_t>(gathered_owner[s].size());
+      const std::vector<float> slice_dk = read_gradient(gathered_dk[s], rows * D, "gathered dk"),
+                               slice_dv = read_gradient(gathered_dv[s], rows * D, "gathered dv");
+      for (int64_t i = 0; i < rows * D; ++i) {
+        const index::PackedRow& owner = gathered_owner[s][i / D];
+        if (owner.batch < 0) {
+          EXPECT_TRUE(slice_dk[i] == 0 && slice_dv[i] == 0) << "gradient of a padding row";
+          continue;
+        }
+        const int64_t at =
+            ((owner.batch * c.seq_len + gathered_position[s][i / D]) * Hk + owner.kv_head) * D +
+            i % D;
+        got.dk[at] += slice_dk[i];
+        got.dv[at] += slice_dv[i];
+      }
+    }
+    const auto expect = [&](const char* name, const std::vector<double>& values,
+                            const std::vector<double>& right, const std::vector<double>& low) {
+      const testing::Verdict verdict =
+          testing::compare(concat(c.name, deterministic ? ", deterministic, " : ", ", name), values,
+                           right, low, D, precision);
+      EXPECT_TRUE(verdict) << verdict.text;
+      return concat(name, " ", verdict.worst, " of ", verdict.allowed);
+    };
+    const std::string line = concat(expect("dq", got.dq, truth.dq, plain.dq), ", ",
+                                    expect("dk", got.dk, truth.dk, plain.dk), ", ",
+                                    expect("dv", got.dv, truth.dv, plain.dv));
+    std::printf("%-44s%s %s\n", c.name.c_str(), deterministic ? " det" : "    ", line.c_str());
+    result = std::move(got);
+  }
+  result.dout = problem.dout;
+  return result;
+}
+
+TEST(Sm90Backward, OneRankMatchesTheOracleAtEveryRaggedLength) {
+  MT_NEEDS_HOPPER();
+  for (const int64_t seq_len : {1, 5, 63, 64, 65, 127, 128, 129, 300, 449, 1000}) {
+    run_case({.name = concat("contiguous ", seq_len), .seq_len = seq_len, .ragged_memory = true});
+    run_case({.name = concat("contiguous, columns ", seq_len),
+              .seq_len = seq_len,
+              .columns = Columns::kPerStep,
+              .ragged_memory = true});
+  }
+}
+
+TEST(Sm90Backward, DenseMatchesTheOracle) {
+  MT_NEEDS_HOPPER();
+  run_case({.name = "dense contiguous", .seq_len = 700, .dense = true});
+  run_case({.name = "dense zigzag",
+            .layout = LayoutKind::kZigzag,
+            .seq_len = 700,
+            .cp_size = 2,
+            .dense = true});
+  run_case({.name = "dense striped",
+            .layout = LayoutKind::kStriped,
+            .seq_len = 700,
+            .cp_size = 3,
+            .csr = true,
+            .dense = true});
+}
+
+TEST(Sm90Backward, EveryGroupSizeReadsItsKvHead) {
+  MT_NEEDS_HOPPER();
+  for (const auto& [heads, kv_heads] :
+       {std::pair<int64_t, int64_t>{4, 4}, {8, 1}, {14, 2}, {16, 2}}) {
+    run_case({.name = concat("heads ", heads, "/", kv_heads),
+              .seq_len = 400,
+              .num_q_heads = heads,
+              .num_kv_heads = kv_heads,
+              .columns = Columns::kPerStep});
+  }
+}
+
+TEST(Sm90Backward, StripesOverRanksMatchTheOracle) {
+  MT_NEEDS_HOPPER();
+  for (const int64_t stripe : {64, 128, 192}) {
+    for (const int cp_size : {1, 2, 3, 8}) {
+      run_case({.name = concat("block_striped ", stripe, " W ", cp_size),
+                .layout = LayoutKind::kBlockStriped,
+                .seq_len = 1500,
+                .stripe = stripe,
+                .cp_size = cp_size,
+                .columns = Columns::kOnce});
+    }
+  }
+  run_case({.name = "block_striped 128 W 4 of 2 nodes",
+            .layout = LayoutKind::kBlockStriped,
+            .seq_len = 1111,
+            .stripe = 128,
+            .cp_size = 4,
+            .nodes = 2,
+            .columns = Columns::kPerStep});
+  run_case({.name = "zigzag W 4",
+            .layout = LayoutKind::kZigzag,
+            .seq_len = 1111,
+            .cp_size = 4,
+            .columns = Columns::kOnce});
+}
+
+TEST(Sm90Backward, CsrMatchesTheOracle) {
+  MT_NEEDS_HOPPER();
+  run_case({.name = "csr contiguous", .seq_len = 900, .columns = Columns::kPerStep, .csr = true});
+  run_case({.name = "csr block_striped 128 W 2",
+            .layout = LayoutKind::kBlockStriped,
+            .seq_len = 900,
+            .stripe = 128,
+            .cp_size = 2,
+            .columns = Columns::kOnce,
+            .csr = true});
+}
+
+TEST(Sm90Backward, LaunchesAddUp) {
+  MT_NEEDS_HOPPER();
+  for (const bool without_diagonal : {false, true}) {
+    run_case({.name = concat("one launch a source, without diagonal ", without_diagonal),
+              .layout = LayoutKind::kBlockStriped,
+              .seq_len = 1000,
+              .cp_size = 4,
+              .columns = Columns::kOnce,
+              .launches = Launches::kOnePerSource,
+              .without_diagonal = without_diagonal});
+  }
+}
+
+TEST(Sm90Backward, DocumentsAreSeparate) {
+  MT_NEEDS_HOPPER();
+  for (const Documents documents : testing::kAllDocuments) {
+    run_case({.name = concat("documents ", static_cast<int>(documents)),
+              .layout = LayoutKind::kBlockStriped,
+              .seq_len = 700,
+              .stripe = 128,
+              .cp_size = 2,
+              .batch = 2,
+              .columns = Columns::kOnce,
+              .documents = documents});
+  }
+}
+
+TEST(Sm90Backward, EmptyRowsHaveNoGradient) {
+  MT_NEEDS_HOPPER();
+  run_case({.name = "without diagonal 0", .seq_len = 500, .without_diagonal = true});
+  run_case({.name = "without diagonal 0, columns",
+            .seq_len = 500,
+            .columns = Columns::kPerStep,
+            .without_diagonal = true});
+  run_case({.name = "without diagonal 0, columns, documents",
+            .seq_len = 500,
+            .columns = Columns::kPerStep,
+            .documents = Documents::kMidBlock,
+            .without_diagonal = true});
+}
+
+TEST(Sm90Backward, OtherTypesAndHeadSizes) {
+  MT_NEEDS_HOPPER();
+  for (const DType dtype : {DType::kBFloat16, DType::kFloat16}) {
+    for (const int64_t head_dim : {64, 128}) {
+      run_case({.name = concat("dtype ", static_cast<int>(dtype), " D ", head_dim),
+                .layout = LayoutKind::kBlockStriped,
+                .seq_len = 777,
+                .stripe = 128,
+                .cp_size = 2,
+                .batch = 2,
+                .num_q_heads = 6,
+                .num_kv_heads = 2,
+                .head_dim = head_dim,
+                .dtype = dtype,
+                .columns = Columns::kOnce,
+                .documents = Documents::kMidBlock});
+    }
+  }
+}
+
+TEST(Sm90Backward, ManySources) {
+  MT_NEEDS_HOPPER();
+  run_case({.name = "40 sources",
+            .layout = LayoutKind::kBlockStriped,
+            .seq_len = 3000,
+            .cp_size = 40,
+            .num_q_heads = 2,
+            .num_kv_heads = 1,
+            .columns = Columns::kPerStep});
+}
+
+TEST(Sm90Backward, OutlierChannels) {
+  MT_NEEDS_HOPPER();
+  for (const DType dtype : {DType::kBFloat16, DType::kFloat16}) {
+    run_case({.name = concat("outlier channels, dtype ", static_cast<int>(dtype)),
+              .seq_len = 500,
+              .dtype = dtype,
+              .columns = Columns::kPerStep,
+              .outlier_channel = 20});
+  }
+}
+
+TEST(Sm90Backward, HugeScoresOnMaskedLanesLeaveNoTrace) {
+  MT_NEEDS_HOPPER();
+  for (const int64_t seq_len : {70, 400}) {
+    run_case({.name = concat("masked scores of +500, ", seq_len),
+              .seq_len = seq_len,
+              .batch = 2,
+              .columns = Columns::kPerStep,
+              .documents = Documents::kMidBlock,
+              .ragged_memory = true,
+              .huge_scores = true});
+  }
+}
+
+/// B = S = H = 1: out is v, so dq and dk are 0 exactly and dv is dout.
+TEST(Sm90Backward, ASingleKeyHasNoScoreGradient) {
+  MT_NEEDS_HOPPER();
+  for (const double outliers : {0.0, 20.0}) {
+    for (const int64_t head_dim : {64, 128}) {
+      const Gradients got = run_case({.name = concat("a single key, D ", head_dim),
+                                      .seq_len = 300,
+                                      .num_q_heads = 1,
+                                      .num_kv_heads = 1,
+                                      .head_dim = head_dim,
+                                      .documents = Documents::kEveryToken,
+                                      .outlier_channel = outliers});
+      for (const double x : got.dq) ASSERT_EQ(x, 0);
+      for (const double x : got.dk) ASSERT_EQ(x, 0);
+      EXPECT_EQ(got.dv, got.dout);
+    }
+  }
+}
+
+TEST(Sm90Backward, RefusesWhatItCannotDo) {
+  const auto message = [](BackwardParams params) {
+    KeySource source;
+    int dummy = 0;
+    source.num_keys = params.num_queries;
+    source.k = source.v = {&dummy, 0, params.head_dim, 0};
+    source.dk = source.dv = {&dummy, 1, params.head_dim, 1};
+    source.block_starts = &dummy;
+    source.blocks.kind = BlockListKind::kCsr;
+    const int64_t begin = 0;
+    source.blocks.row_begin = &begin;
+    params.sources = &source;
+    params.num_sources = 1;
+    params.q = params.dout = {&dummy, 0, params.head_dim, 0};
+    params.q_block_starts = &dummy;
+    params.lse = params.delta = &dummy;
+    params.dq = {&dummy, 1, params.head_dim, 1};
+    try {
+      backward(params);
+    } catch (const std::exception& error) {
+      return std::string(error.what());
+    }
+    return std::string();
+  };
+  BackwardParams params;
+  params.batch = params.num_q_heads = params.num_kv_heads = 1;
+  params.num_queries = params.seq_len = 64;
+  params.head_dim = 128;
+  params.softmax_scale = 1;
+  params.dtype = DType::kFloat32;
+  EXPECT_NE(message(params).find("expected bf16 or fp16 with head_dim 64 or 128"),
+            std::string::npos)
+      << message(params);
+  params.dtype = DType::kBFloat16;
+  params.head_dim = 96;
+  EXPECT_NE(message(params).find("head_dim 96"), std::string::npos) << message(params);
+  params.head_dim = 128;
+  EXPECT_NE(message(params).find("CSR lists need their transpose"), std::string::npos)
+      << message(params);
+}
+
+}  // namespace
+}  // namespace mtraining::kernels::sm90

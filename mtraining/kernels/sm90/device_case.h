@@ -1,0 +1,186 @@
+// Attention problems for the tests of the Hopper kernels: sizes, a layout, lists per head, and their copies on the device.
+//
+// In:   a Case. Out: the problem as doubles, diagonals and columns, device lists. Next: forward_test.cc, backward_test.cc.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "mtraining/index/columns.h"
+#include "mtraining/index/index.h"
+#include "mtraining/index/step_index.h"
+#include "mtraining/kernels/sm90/device_memory.h"
+#include "mtraining/layout/layout.h"
+#include "mtraining/testing/comparator.h"
+#include "mtraining/testing/documents.h"
+#include "mtraining/testing/generator.h"
+#include "mtraining/testing/oracle.h"
+#include "mtraining/testing/random.h"
+#include "mtraining/testing/rounding.h"
+
+namespace mtraining::kernels::sm90 {
+
+using layout::LayoutKind;
+using testing::Documents;
+using testing::Precision;
+
+inline bool has_hopper() {
+  cudaDeviceProp properties;
+  return cudaGetDeviceProperties(&properties, 0) == cudaSuccess && properties.major == 9;
+}
+
+#define MT_NEEDS_HOPPER() \
+  if (!has_hopper()) GTEST_SKIP() << "needs a device of compute capability 9.x"
+
+inline Precision precision_of(DType dtype) {
+  return dtype == DType::kBFloat16 ? Precision::kBFloat16 : Precision::kFloat16;
+}
+
+enum class Columns { kNone, kOnce, kPerStep };
+enum class Launches { kOne, kOnePerSource };
+
+struct Case {
+  std::string name;
+  LayoutKind layout = LayoutKind::kContiguous;
+  int64_t seq_len = 300;
+  int64_t stripe = 64;
+  int cp_size = 1;
+  int nodes = 1;
+  int64_t batch = 1, num_q_heads = 4, num_kv_heads = 2, head_dim = 128;
+  DType dtype = DType::kBFloat16;
+  Columns columns = Columns::kNone;
+  bool csr = false;
+  Launches launches = Launches::kOne;
+  Documents documents = Documents::kOne;
+  bool dense = false;
+  bool without_diagonal =
+      false;  // diagonal 0 is not chosen in odd heads: empty rows, columns cut pair by pair
+  bool ragged_memory = false;  // contiguous, one rank: memory ends with the sequence
+  int64_t num_columns = 40;
+  double outlier_channel = 0;  // > 0: a few channels of q and k multiplied by it
+  bool huge_scores = false;    // +500 between neighbouring documents, -500 inside them
+};
+
+inline testing::Problem make_problem(const Case& c) {
+  testing::Qkv values = testing::make_qkv({.batch = c.batch,
+                                           .seq_len = c.seq_len,
+                                           .num_q_heads = c.num_q_heads,
+                                           .num_kv_heads = c.num_kv_heads,
+                                           .head_dim = c.head_dim,
+                                           .seed = 3,
+                                           .outlier_channel = c.outlier_channel});
+  testing::Problem problem{.batch = c.batch,
+                           .num_queries = c.seq_len,
+                           .num_keys = c.seq_len,
+                           .num_q_heads = c.num_q_heads,
+                           .num_kv_heads = c.num_kv_heads,
+                           .head_dim = c.head_dim};
+  if (c.huge_scores) {
+    const std::vector<int32_t> starts =
+        testing::make_document_starts(c.documents, c.batch, c.seq_len);
+    const float size = std::round(std::sqrt(500 * std::sqrt(static_cast<float>(c.head_dim))));
+    for (int64_t b = 0; b < c.batch; ++b) {
+      float sign = 1;
+      for (int64_t t = 0; t < c.seq_len; ++t) {
+        const int64_t at = b * c.seq_len + t;
+        if (t > 0 && starts[at] != starts[at - 1]) sign = -sign;
+        for (int64_t h = 0; h < c.num_q_heads; ++h)
+          values.q[(at * c.num_q_heads + h) * c.head_dim] = sign * size;
+        for (int64_t h = 0; h < c.num_kv_heads; ++h)
+          values.k[(at * c.num_kv_heads + h) * c.head_dim] = -sign * size;
+      }
+    }
+  }
+  const Precision precision = precision_of(c.dtype);
+  problem.q = testing::round_to(precision, std::span<const float>(values.q));
+  problem.k = testing::round_to(precision, std::span<const float>(values.k));
+  problem.v = testing::round_to(precision, std::span<const float>(values.v));
+  problem.dout = testing::round_to(precision, std::span<const float>(values.dout));
+  return problem;
+}
+
+struct Choice {
+  std::vector<std::vector<int32_t>> diagonals, columns;
+};
+
+/// Heads of unequal density.
+inline Choice choose(const Case& c) {
+  testing::Random random(17);
+  const int64_t blocks = (c.seq_len + 63) / 64;
+  Choice choice;
+  for (int64_t r = 0; r < c.batch * c.num_q_heads; ++r) {
+    std::vector<int32_t> diagonals, columns;
+    const double density = c.dense ? 2 : 0.1 + 0.25 * static_cast<double>(r % 4);
+    for (int64_t d = 0; d < blocks; ++d) {
+      const bool forced = d == 0 && !(c.without_diagonal && r % 2 == 1);
+      const bool barred = d == 0 && c.without_diagonal && r % 2 == 1;
+      if (!barred && (forced || random.uniform() < density))
+        diagonals.push_back(static_cast<int32_t>(d));
+    }
+    if (c.columns != Columns::kNone && r % 5 != 4) {
+      const int64_t wanted = std::min<int64_t>(c.seq_len, c.num_columns * (1 + r % 3));
+      std::vector<uint8_t> chosen(c.seq_len, 0);
+      for (int64_t n = 0; n < wanted; ++n)
+        chosen[std::min<int64_t>(
+            c.seq_len - 1, static_cast<int64_t>(random.uniform() * random.uniform() * c.seq_len))] =
+            1;
+      for (int64_t j = 0; j < c.seq_len; ++j)
+        if (chosen[j]) columns.push_back(static_cast<int32_t>(j));
+    }
+    choice.diagonals.push_back(diagonals);
+    choice.columns.push_back(columns);
+  }
+  return choice;
+}
+
+/// Positions of a rank's rows; with ragged_memory only those that exist.
+inline std::vector<int64_t> rows_of(const Case& c, const layout::Layout& layout, int rank) {
+  std::vector<int64_t> positions = layout.positions(rank);
+  if (c.ragged_memory) positions.resize(c.seq_len);
+  return positions;
+}
+
+/// Device copies of lists; the views point to them.
+struct DeviceBlocks {
+  DeviceMemory entries, num_entries, row_begin, key_blocks, key_row_begin, query_blocks;
+  BlockLists view;
+  /// num_k_blocks: of the source, for the lists by key block.
+  DeviceBlocks(const index::StepBlocks& blocks, int64_t num_k_blocks)
+      : entries(blocks.entries),
+        num_entries(blocks.num_entries),
+        row_begin(blocks.row_begin),
+        key_blocks(blocks.key_blocks) {
+    view = blocks.view();
+    if (blocks.kind == BlockListKind::kCsr) {
+      const index::StepBlocks by_key = index::transpose(blocks, num_k_blocks);
+      key_row_begin = DeviceMemory(by_key.row_begin);
+      query_blocks = DeviceMemory(by_key.key_blocks);
+      view.key_row_begin = key_row_begin.get<int64_t>();
+      view.query_blocks = query_blocks.get<int32_t>();
+    }
+    view.entries = entries.get<Entry>();
+    view.num_entries = num_entries.get<int32_t>();
+    view.row_begin = row_begin.get<int64_t>();
+    view.key_blocks = key_blocks.get<int32_t>();
+  }
+};
+struct DeviceColumns {
+  DeviceMemory rows, positions, counts;
+  ColumnLists view;
+  DeviceColumns(const std::vector<int32_t>& r, const std::vector<int32_t>& p,
+                const std::vector<int32_t>& n, int64_t capacity)
+      : rows(r), positions(p), counts(n) {
+    view = {rows.get<int32_t>(), positions.get<int32_t>(), counts.get<int32_t>(), capacity};
+  }
+};
+
+inline std::vector<double> widened(const std::vector<float>& values) {
+  return {values.begin(), values.end()};
+}
+
+}  // namespace mtraining::kernels::sm90
