@@ -4,6 +4,7 @@
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <cmath>
+#include <utility>
 
 #include "mtraining/attention/ring_call.h"
 #include "mtraining/attention/ring_context.h"
@@ -20,6 +21,7 @@ struct SavedCall : torch::CustomClassHolder {
   std::shared_ptr<const index::Index> index;
   double softmax_scale = 0;
   at::Tensor document_starts;  ///< not an input of the function: autograd refuses undefined ones
+  ForwardResult result;        ///< given, or forward's; not kept for backward, which has them as saved tensors
 };
 
 class SparseRingAttention : public torch::autograd::Function<SparseRingAttention> {
@@ -30,12 +32,18 @@ class SparseRingAttention : public torch::autograd::Function<SparseRingAttention
                                                 const c10::intrusive_ptr<SavedCall>& saved) {
     at::AutoDispatchBelowADInplaceOrView guard;
     RingContext::State& state = saved->context->state();
-    const std::shared_ptr<IndexPlan> plan =
-        state.plans.find_or_make(saved->index, state.layout, state.cp_rank);
-    const ForwardResult result =
-        ring_forward(state, *plan,
-                     checked_call(state, *plan, "forward", q, k, v, saved->softmax_scale,
-                                  saved->document_starts));
+    ForwardResult& result = saved->result;
+    if (result.out.defined()) {
+      // Autograd makes what is returned its own; the caller's tensors stay as they are.
+      result.out = result.out.detach();
+      result.lse = result.lse.detach();
+    } else {
+      const std::shared_ptr<IndexPlan> plan =
+          state.plans.find_or_make(saved->index, state.layout, state.cp_rank);
+      result = ring_forward(state, *plan,
+                            checked_call(state, *plan, "forward", q, k, v, saved->softmax_scale,
+                                         saved->document_starts));
+    }
     graph->save_for_backward({q, k, v, result.out, result.lse, result.out_residual});
     graph->saved_data["call"] = c10::IValue::make_capsule(saved);
     graph->mark_non_differentiable({result.lse});
@@ -147,9 +155,15 @@ AttentionOutput sparse_ring_attention(RingContext& context, const at::Tensor& q,
   saved->index = output.index;
   saved->softmax_scale = call.softmax_scale;
   saved->document_starts = documents;
+  if (call.result.out.defined()) {
+    MT_CHECK_ARG(call.index != nullptr, "sparse ring attention: a given result needs its index");
+    check_gradient_inputs(q, call.result.out, call.result);
+    saved->result = call.result;
+  }
   const torch::autograd::variable_list results = SparseRingAttention::apply(q, k, v, saved);
   output.out = results[0];
   output.lse = results[1];
+  output.out_residual = std::exchange(saved->result, {}).out_residual;
   return output;
 }
 

@@ -22,6 +22,7 @@ struct AttentionPattern {
 struct AttentionOutput {
   at::Tensor out;  ///< [B, n, H, D] q's dtype, differentiable
   at::Tensor lse;  ///< [B, H, n], not differentiable
+  at::Tensor out_residual;  ///< what rounding `out` lost, or undefined (ring_attention.h)
   std::shared_ptr<const index::Index> index;
   std::optional<pattern::Recall> recall;  ///< where asked for
 };
@@ -31,6 +32,9 @@ struct AttentionCall {
   double softmax_scale = 0;                   ///< 0: 1 / sqrt(head_dim)
   at::Tensor document_starts;                 ///< [B, N] int32 or undefined
   std::shared_ptr<const index::Index> index;  ///< given: replayed instead of built
+  /// Given (its out defined), with the index: what an earlier call with the same q, k, v returned. Taken instead of running the
+  /// ring; gradients as ever. No communication in forward.
+  ForwardResult result;
   bool measure_recall = false;
   uint64_t recall_seed = 0;
   std::shared_ptr<void> owner;  ///< of the context: kept as long as the graph; may be null

@@ -8,6 +8,7 @@
 
 #include "mtraining/base/check.h"
 #include "mtraining/base/rng.h"
+#include "mtraining/model/mlp.h"
 #include "mtraining/model/rope.h"
 
 namespace mtraining::model {
@@ -26,8 +27,12 @@ at::Tensor leaf(at::Tensor value, at::ScalarType dtype) {
 class Initializer {
  public:
   Initializer(const DecoderConfig& config, uint64_t seed) : dtype_(config.dtype), seed_(seed) {}
+  /// Makes tensors without values.
+  Initializer(const DecoderConfig& config, at::Device device)
+      : dtype_(config.dtype), empty_on_(device) {}
 
   at::Tensor normal(const std::string& name, at::IntArrayRef shape, double deviation) const {
+    if (empty_on_) return empty(shape);
     at::Tensor value = at::empty(shape, at::kFloat);
     const Rng rng(seed_, hash_name(name));
     float* data = value.data_ptr<float>();
@@ -36,12 +41,21 @@ class Initializer {
     }
     return leaf(value, dtype_);
   }
-  at::Tensor zeros(int64_t size) const { return leaf(at::zeros({size}, at::kFloat), dtype_); }
-  at::Tensor ones(int64_t size) const { return leaf(at::ones({size}, at::kFloat), dtype_); }
+  at::Tensor zeros(int64_t size) const {
+    return empty_on_ ? empty({size}) : leaf(at::zeros({size}, at::kFloat), dtype_);
+  }
+  at::Tensor ones(int64_t size) const {
+    return empty_on_ ? empty({size}) : leaf(at::ones({size}, at::kFloat), dtype_);
+  }
 
  private:
+  at::Tensor empty(at::IntArrayRef shape) const {
+    return at::empty(shape, at::TensorOptions(*empty_on_).dtype(dtype_)).set_requires_grad(true);
+  }
+
   at::ScalarType dtype_;
-  uint64_t seed_;
+  uint64_t seed_ = 0;
+  std::optional<at::Device> empty_on_;
 };
 
 std::string layer_prefix(int64_t layer) { return concat("model.layers.", layer, "."); }
@@ -114,6 +128,49 @@ void check_parameters(const DecoderConfig& config, const DecoderParameters& para
   for (size_t i = 0; i < std::max(want.size(), got.size()); ++i)
     MT_CHECK_ARG(i < want.size() && i < got.size() && want[i] == got[i], "parameters: expected ",
                  text(want, i), ", got ", text(got, i));
+}
+
+DecoderParameters make_parameters(const DecoderConfig& config, const Initializer& init) {
+  check(config);
+  const OptionalTensors has = optional_tensors(config);
+  const int64_t hidden = config.hidden_size, ffn = config.intermediate_size;
+  const int64_t q = config.num_attention_heads * config.head_dim;
+  const int64_t kv = config.num_key_value_heads * config.head_dim;
+  const double deviation = config.initializer_range;
+  const double residual =
+      deviation / std::sqrt(2.0 * static_cast<double>(config.num_hidden_layers));
+  DecoderParameters p;
+  p.embed_tokens = init.normal("model.embed_tokens.weight", {config.vocab_size, hidden},
+                               config.embedding_initializer_range);
+  for (int64_t i = 0; i < config.num_hidden_layers; ++i) {
+    const std::string name = layer_prefix(i);
+    LayerParameters l;
+    l.input_norm = init.ones(hidden);
+    l.q_weight = init.normal(name + "self_attn.q_proj.weight", {q, hidden}, deviation);
+    l.k_weight = init.normal(name + "self_attn.k_proj.weight", {kv, hidden}, deviation);
+    l.v_weight = init.normal(name + "self_attn.v_proj.weight", {kv, hidden}, deviation);
+    l.o_weight = init.normal(name + "self_attn.o_proj.weight", {hidden, q}, residual);
+    if (has.qkv_bias) {
+      l.q_bias = init.zeros(q);
+      l.k_bias = init.zeros(kv);
+      l.v_bias = init.zeros(kv);
+    }
+    if (has.out_bias) l.o_bias = init.zeros(hidden);
+    if (has.qk_norm) {
+      l.q_norm = init.ones(config.head_dim);
+      l.k_norm = init.ones(config.head_dim);
+    }
+    l.post_attention_norm = init.ones(hidden);
+    l.gate_weight = init.normal(name + "mlp.gate_proj.weight", {ffn, hidden}, deviation);
+    l.up_weight = init.normal(name + "mlp.up_proj.weight", {ffn, hidden}, deviation);
+    l.down_weight = init.normal(name + "mlp.down_proj.weight", {hidden, ffn}, residual);
+    p.layers.push_back(std::move(l));
+  }
+  p.norm = init.ones(hidden);
+  p.lm_head = config.tie_word_embeddings
+                  ? p.embed_tokens
+                  : init.normal("lm_head.weight", {config.vocab_size, hidden}, deviation);
+  return p;
 }
 
 }  // namespace
@@ -209,29 +266,60 @@ OptionalTensors optional_tensors(const DecoderConfig& config) {
           .qk_norm = family == Family::kQwen3};
 }
 
+namespace {
+
+struct LayerTensor {
+  const char* name;
+  at::Tensor LayerParameters::*tensor;
+};
+constexpr LayerTensor kLayerTensors[] = {
+    {"input_layernorm.weight", &LayerParameters::input_norm},
+    {"self_attn.q_proj.weight", &LayerParameters::q_weight},
+    {"self_attn.q_proj.bias", &LayerParameters::q_bias},
+    {"self_attn.k_proj.weight", &LayerParameters::k_weight},
+    {"self_attn.k_proj.bias", &LayerParameters::k_bias},
+    {"self_attn.v_proj.weight", &LayerParameters::v_weight},
+    {"self_attn.v_proj.bias", &LayerParameters::v_bias},
+    {"self_attn.o_proj.weight", &LayerParameters::o_weight},
+    {"self_attn.o_proj.bias", &LayerParameters::o_bias},
+    {"self_attn.q_norm.weight", &LayerParameters::q_norm},
+    {"self_attn.k_norm.weight", &LayerParameters::k_norm},
+    {"post_attention_layernorm.weight", &LayerParameters::post_attention_norm},
+    {"mlp.gate_proj.weight", &LayerParameters::gate_weight},
+    {"mlp.up_proj.weight", &LayerParameters::up_weight},
+    {"mlp.down_proj.weight", &LayerParameters::down_weight},
+};
+
+}  // namespace
+
+std::vector<at::Tensor> LayerParameters::tensors() const {
+  std::vector<at::Tensor> all;
+  for (const LayerTensor& each : kLayerTensors) {
+    if ((this->*each.tensor).defined()) all.push_back(this->*each.tensor);
+  }
+  return all;
+}
+
+LayerParameters LayerParameters::with(std::span<const at::Tensor> tensors) const {
+  LayerParameters result;
+  size_t next = 0;
+  for (const LayerTensor& each : kLayerTensors) {
+    if (!(this->*each.tensor).defined()) continue;
+    MT_ASSERT(next < tensors.size(), "a layer needs more than ", tensors.size(), " tensors");
+    result.*each.tensor = tensors[next++];
+  }
+  MT_ASSERT(next == tensors.size(), "a layer has ", next, " tensors, got ", tensors.size());
+  return result;
+}
+
 std::vector<Parameter> DecoderParameters::list() const {
   std::vector<Parameter> all{{"model.embed_tokens.weight", embed_tokens}};
   for (size_t i = 0; i < layers.size(); ++i) {
-    const LayerParameters& l = layers[i];
-    const std::string prefix = layer_prefix(static_cast<int64_t>(i));
-    const auto add_optional = [&](const char* name, const at::Tensor& value) {
-      if (value.defined()) all.push_back({prefix + name, value});
-    };
-    all.push_back({prefix + "input_layernorm.weight", l.input_norm});
-    all.push_back({prefix + "self_attn.q_proj.weight", l.q_weight});
-    add_optional("self_attn.q_proj.bias", l.q_bias);
-    all.push_back({prefix + "self_attn.k_proj.weight", l.k_weight});
-    add_optional("self_attn.k_proj.bias", l.k_bias);
-    all.push_back({prefix + "self_attn.v_proj.weight", l.v_weight});
-    add_optional("self_attn.v_proj.bias", l.v_bias);
-    all.push_back({prefix + "self_attn.o_proj.weight", l.o_weight});
-    add_optional("self_attn.o_proj.bias", l.o_bias);
-    add_optional("self_attn.q_norm.weight", l.q_norm);
-    add_optional("self_attn.k_norm.weight", l.k_norm);
-    all.push_back({prefix + "post_attention_layernorm.weight", l.post_attention_norm});
-    all.push_back({prefix + "mlp.gate_proj.weight", l.gate_weight});
-    all.push_back({prefix + "mlp.up_proj.weight", l.up_weight});
-    all.push_back({prefix + "mlp.down_proj.weight", l.down_weight});
+    for (const LayerTensor& each : kLayerTensors) {
+      const at::Tensor& value = layers[i].*each.tensor;
+      if (value.defined())
+        all.push_back({layer_prefix(static_cast<int64_t>(i)) + each.name, value});
+    }
   }
   all.push_back({"model.norm.weight", norm});
   if (!lm_head.is_same(embed_tokens)) all.push_back({"lm_head.weight", lm_head});
@@ -239,96 +327,77 @@ std::vector<Parameter> DecoderParameters::list() const {
 }
 
 DecoderParameters init_parameters(const DecoderConfig& config, uint64_t seed) {
-  check(config);
-  const Initializer init(config, seed);
-  const OptionalTensors has = optional_tensors(config);
-  const int64_t hidden = config.hidden_size, ffn = config.intermediate_size;
-  const int64_t q = config.num_attention_heads * config.head_dim;
-  const int64_t kv = config.num_key_value_heads * config.head_dim;
-  const double deviation = config.initializer_range;
-  const double residual =
-      deviation / std::sqrt(2.0 * static_cast<double>(config.num_hidden_layers));
-  DecoderParameters p;
-  p.embed_tokens = init.normal("model.embed_tokens.weight", {config.vocab_size, hidden},
-                               config.embedding_initializer_range);
-  for (int64_t i = 0; i < config.num_hidden_layers; ++i) {
-    const std::string name = layer_prefix(i);
-    LayerParameters l;
-    l.input_norm = init.ones(hidden);
-    l.q_weight = init.normal(name + "self_attn.q_proj.weight", {q, hidden}, deviation);
-    l.k_weight = init.normal(name + "self_attn.k_proj.weight", {kv, hidden}, deviation);
-    l.v_weight = init.normal(name + "self_attn.v_proj.weight", {kv, hidden}, deviation);
-    l.o_weight = init.normal(name + "self_attn.o_proj.weight", {hidden, q}, residual);
-    if (has.qkv_bias) {
-      l.q_bias = init.zeros(q);
-      l.k_bias = init.zeros(kv);
-      l.v_bias = init.zeros(kv);
-    }
-    if (has.out_bias) l.o_bias = init.zeros(hidden);
-    if (has.qk_norm) {
-      l.q_norm = init.ones(config.head_dim);
-      l.k_norm = init.ones(config.head_dim);
-    }
-    l.post_attention_norm = init.ones(hidden);
-    l.gate_weight = init.normal(name + "mlp.gate_proj.weight", {ffn, hidden}, deviation);
-    l.up_weight = init.normal(name + "mlp.up_proj.weight", {ffn, hidden}, deviation);
-    l.down_weight = init.normal(name + "mlp.down_proj.weight", {hidden, ffn}, residual);
-    p.layers.push_back(std::move(l));
-  }
-  p.norm = init.ones(hidden);
-  p.lm_head = config.tie_word_embeddings
-                  ? p.embed_tokens
-                  : init.normal("lm_head.weight", {config.vocab_size, hidden}, deviation);
-  return p;
+  return make_parameters(config, Initializer(config, seed));
 }
 
-Decoder::Decoder(const DecoderConfig& config, DecoderParameters parameters)
-    : config_(config), parameters_(std::move(parameters)) {
+DecoderParameters empty_parameters(const DecoderConfig& config, at::Device device) {
+  return make_parameters(config, Initializer(config, device));
+}
+
+Decoder::Decoder(const DecoderConfig& config, DecoderParameters parameters, int64_t mlp_tile)
+    : config_(config), parameters_(std::move(parameters)), mlp_tile_(mlp_tile) {
   check(config_);
   check_parameters(config_, parameters_);
+  MT_CHECK_ARG(mlp_tile_ >= 0, "train.mlp_tile: expected at least 0, got ", mlp_tile_);
   frequencies_ = decoder_frequencies(config_.rope, config_.head_dim);
 }
 
 at::Tensor Decoder::forward(const at::Tensor& ids, const at::Tensor& positions,
                             const Attend& attend, const PartObserver& observe) const {
-  MT_CHECK_ARG(ids.dim() == 2 && ids.scalar_type() == at::kLong && positions.dim() == 1 &&
-                   positions.size(0) == ids.size(1),
-               "ids: expected [B, n] int64 and positions [n], got ", ids.sizes(), " and ",
-               positions.sizes());
-  const int64_t batch = ids.size(0), n = ids.size(1), dim = config_.head_dim;
-  const auto part = [&](std::string_view name, int64_t layer, bool begins) {
-    if (observe) observe(name, layer, begins);
+  return forward(ids, positions, layers_with(attend, observe), observe);
+}
+
+RunLayer Decoder::layers_with(Attend attend, PartObserver observe) const {
+  return [this, attend = std::move(attend), observe = std::move(observe)](
+             int64_t index, const at::Tensor& h, const RopeTable& rope) {
+    return layer(index, parameters_.layers[index], h, rope, attend, observe);
   };
-  part("embed", -1, true);
+}
+
+at::Tensor Decoder::forward(const at::Tensor& ids, const at::Tensor& positions,
+                            const RunLayer& run_layer, const PartObserver& observe) const {
+  MT_CHECK_ARG(ids.dim() == 2 && ids.scalar_type() == at::kLong &&
+                   ((positions.dim() == 1 && positions.size(0) == ids.size(1)) ||
+                    positions.sizes() == ids.sizes()),
+               "ids: expected [B, n] int64 and positions [n] or [B, n], got ", ids.sizes(), " and ",
+               positions.sizes());
+  if (observe) observe("embed", -1, true);
   at::Tensor h = at::embedding(parameters_.embed_tokens, ids);
   const RopeTable rope = rope_table(positions, frequencies_);
+  if (observe) observe("embed", -1, false);
+  for (int64_t i = 0; i < config_.num_hidden_layers; ++i) h = run_layer(i, h, rope);
+  return rms_norm(h, parameters_.norm, config_.rms_norm_eps);
+}
+
+at::Tensor Decoder::layer(int64_t index, const LayerParameters& l, const at::Tensor& h,
+                          const RopeTable& rope, const Attend& attend,
+                          const PartObserver& observe) const {
+  const int64_t batch = h.size(0), n = h.size(1);
+  const auto part = [&](std::string_view name, bool begins) {
+    if (observe) observe(name, index, begins);
+  };
   const auto heads = [&](const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias) {
-    return linear(x, weight, bias).view({batch, n, -1, dim});
+    return linear(x, weight, bias).view({batch, n, -1, config_.head_dim});
   };
   const auto turned = [&](const at::Tensor& x, const at::Tensor& norm) {
     return apply_rope(norm.defined() ? rms_norm(x, norm, config_.rms_norm_eps) : x, rope);
   };
-  part("embed", -1, false);
-  for (size_t i = 0; i < parameters_.layers.size(); ++i) {
-    const LayerParameters& l = parameters_.layers[i];
-    const auto layer = static_cast<int64_t>(i);
-    part("attention_input", layer, true);
-    const at::Tensor x = rms_norm(h, l.input_norm, config_.rms_norm_eps);
-    const at::Tensor q = turned(heads(x, l.q_weight, l.q_bias), l.q_norm);
-    const at::Tensor k = turned(heads(x, l.k_weight, l.k_bias), l.k_norm);
-    const at::Tensor v = heads(x, l.v_weight, l.v_bias);
-    part("attention_input", layer, false);
-    part("attention", layer, true);
-    const at::Tensor attended = attend(layer, q, k, v).reshape({batch, n, -1});
-    part("attention", layer, false);
-    part("mlp", layer, true);
-    h = h + linear(attended, l.o_weight, l.o_bias);
-    const at::Tensor y = rms_norm(h, l.post_attention_norm, config_.rms_norm_eps);
-    h = h + at::linear(at::silu(at::linear(y, l.gate_weight)) * at::linear(y, l.up_weight),
-                       l.down_weight);
-    part("mlp", layer, false);
-  }
-  return rms_norm(h, parameters_.norm, config_.rms_norm_eps);
+  part("attention_input", true);
+  const at::Tensor x = rms_norm(h, l.input_norm, config_.rms_norm_eps);
+  const at::Tensor q = turned(heads(x, l.q_weight, l.q_bias), l.q_norm);
+  const at::Tensor k = turned(heads(x, l.k_weight, l.k_bias), l.k_norm);
+  const at::Tensor v = heads(x, l.v_weight, l.v_bias);
+  part("attention_input", false);
+  part("attention", true);
+  const at::Tensor attended = attend(index, q, k, v).reshape({batch, n, -1});
+  part("attention", false);
+  part("mlp", true);
+  const at::Tensor middle = h + linear(attended, l.o_weight, l.o_bias);
+  const at::Tensor y = rms_norm(middle, l.post_attention_norm, config_.rms_norm_eps);
+  const at::Tensor out =
+      middle + mlp(y, l.gate_weight, l.up_weight, l.down_weight, mlp_tile_);
+  part("mlp", false);
+  return out;
 }
 
 double Decoder::dense_flops_per_token() const {

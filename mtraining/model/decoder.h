@@ -1,6 +1,6 @@
 // Decoder: a language model of the Qwen2, Qwen3 or Llama family as plain tensors and one function.
 //
-// In:   token ids [B, n] of this rank's shard, their positions [n], an attention function (train/ gives the ring).
+// In:   token ids [B, n] of this rank's shard, their positions [n] or [B, n], an attention function (train/ gives the ring).
 // Out:  hidden states [B, n, hidden] after the last norm; train/ turns them into a loss in chunks, never into whole logits.
 // Next: train/loss.h.
 //
@@ -12,14 +12,17 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/Device.h>
 
 #include <cstdint>
 #include <functional>
+#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
 
 #include "mtraining/model/hf_config.h"
+#include "mtraining/model/rope.h"
 #include "mtraining/model/rope_scaling.h"
 
 namespace mtraining::model {
@@ -75,6 +78,11 @@ struct LayerParameters {
   at::Tensor q_norm, k_norm;          // [D] x 2, or undefined
   at::Tensor post_attention_norm;     // [hidden]
   at::Tensor gate_weight, up_weight, down_weight;  // [ffn, hidden] x 2, [hidden, ffn]
+
+  /// The defined ones, in the order of DecoderParameters::list().
+  std::vector<at::Tensor> tensors() const;
+  /// The same layer with other tensors in their places, as many as tensors() gives.
+  LayerParameters with(std::span<const at::Tensor> tensors) const;
 };
 struct DecoderParameters {
   at::Tensor embed_tokens;  // [vocab, hidden]
@@ -88,6 +96,8 @@ struct DecoderParameters {
 
 /// Every value is a function of (seed, parameter name, element) alone: the same for every number of ranks and threads.
 DecoderParameters init_parameters(const DecoderConfig& config, uint64_t seed);
+/// The same tensors without values, for weights that are read from files. On the meta device: names and shapes alone.
+DecoderParameters empty_parameters(const DecoderConfig& config, at::Device device = at::kCPU);
 
 /// q [B, n, H, D], k, v [B, n, Hk, D] after RoPE -> [B, n, H, D]; differentiable. Softmax scale is 1 / sqrt(D).
 using Attend = std::function<at::Tensor(int64_t layer, const at::Tensor& q, const at::Tensor& k,
@@ -95,16 +105,30 @@ using Attend = std::function<at::Tensor(int64_t layer, const at::Tensor& q, cons
 /// Called around each part of the model: "embed", "attention_input", "attention", "mlp". For traces.
 using PartObserver = std::function<void(std::string_view part, int64_t layer, bool begins)>;
 
+/// One layer: h [B, n, hidden] -> [B, n, hidden]; differentiable.
+using RunLayer =
+    std::function<at::Tensor(int64_t layer, const at::Tensor& h, const RopeTable& rope)>;
+
 class Decoder {
  public:
+  /// mlp_tile: tokens of a tile of the MLP (mlp.h); 0: off.
   /// Errors: InvalidArgument, those of check(); parameters whose names or shapes are not those of the configuration.
-  Decoder(const DecoderConfig& config, DecoderParameters parameters);
+  Decoder(const DecoderConfig& config, DecoderParameters parameters, int64_t mlp_tile = 0);
 
   const DecoderConfig& config() const { return config_; }
   const DecoderParameters& parameters() const { return parameters_; }
-  /// ids [B, n] int64, positions [n] int64 -> [B, n, hidden]. Errors: InvalidArgument on shapes.
+  /// ids [B, n] int64, positions [n] or (packed documents) [B, n] int64 -> [B, n, hidden]. Errors: InvalidArgument on shapes.
   at::Tensor forward(const at::Tensor& ids, const at::Tensor& positions, const Attend& attend,
                      const PartObserver& observe = {}) const;
+  /// The same with layers run by `run_layer`, which may run layer() more than once (train/recompute.h).
+  at::Tensor forward(const at::Tensor& ids, const at::Tensor& positions, const RunLayer& run_layer,
+                     const PartObserver& observe = {}) const;
+  /// Each layer once.
+  RunLayer layers_with(Attend attend, PartObserver observe = {}) const;
+  /// Layer `index` alone, with `l` for its parameters.
+  at::Tensor layer(int64_t index, const LayerParameters& l, const at::Tensor& h,
+                   const RopeTable& rope, const Attend& attend,
+                   const PartObserver& observe = {}) const;
   /// [vocab, hidden]
   const at::Tensor& head_weight() const { return parameters_.lm_head; }
   /// FLOPs of forward and backward a token without attention's pairs: 6 x matrix parameters (the head counted).
@@ -114,6 +138,7 @@ class Decoder {
   DecoderConfig config_;
   DecoderParameters parameters_;
   RopeFrequencies frequencies_;
+  int64_t mlp_tile_;
 };
 
 }  // namespace mtraining::model

@@ -18,12 +18,12 @@ RopeFrequencies decoder_frequencies(const RopeParameters& rope, int64_t head_dim
 }
 
 RopeTable rope_table(const at::Tensor& positions, const RopeFrequencies& frequencies) {
-  MT_CHECK_ARG(positions.dim() == 1 && positions.scalar_type() == at::kLong,
-               "positions: expected [n] int64, got ", positions.sizes(), " ",
-               positions.scalar_type());
+  MT_CHECK_ARG(
+      (positions.dim() == 1 || positions.dim() == 2) && positions.scalar_type() == at::kLong,
+      "positions: expected [n] or [B, n] int64, got ", positions.sizes(), " ",
+      positions.scalar_type());
   const at::Tensor inverse = at::tensor(frequencies.inverse, at::kFloat).to(positions.device());
-  const at::Tensor phases =
-      (positions.to(at::kFloat).unsqueeze(1) * inverse.unsqueeze(0)).unsqueeze(1);
+  const at::Tensor phases = (positions.to(at::kFloat).unsqueeze(-1) * inverse).unsqueeze(-2);
   return {at::cos(phases).mul_(frequencies.attention_factor),
           at::sin(phases).mul_(frequencies.attention_factor)};
 }

@@ -1,6 +1,6 @@
 // RoPE: rotates q and k by their position.
 //
-// In:   positions [n] int64, frequencies, x [B, n, H, D]. Out: x rotated, x's dtype. Next: attention.
+// In:   positions [n] or [B, n] int64, frequencies, x [B, n, H, D]. Out: x rotated, x's dtype. Next: attention.
 //
 // Phases are float32 whatever the model's dtype: position x inverse frequency, never bfloat16, in which 256 and 257 are one.
 // Element i turns with element i + D/2. Source: rotary position embedding in its half-split form.
@@ -20,10 +20,10 @@ namespace mtraining::model {
 RopeFrequencies decoder_frequencies(const RopeParameters& rope, int64_t head_dim);
 
 struct RopeTable {
-  at::Tensor cos, sin;  ///< [n, 1, D/2] float32, times the attention factor
+  at::Tensor cos, sin;  ///< [n, 1, D/2] or [B, n, 1, D/2] float32, times the attention factor
 };
 
-/// On the positions' device. Errors: InvalidArgument where positions are no int64 vector.
+/// On the positions' device. Errors: InvalidArgument where positions are neither an int64 vector nor a matrix.
 RopeTable rope_table(const at::Tensor& positions, const RopeFrequencies& frequencies);
 /// Differentiable in x.
 at::Tensor apply_rope(const at::Tensor& x, const RopeTable& table);

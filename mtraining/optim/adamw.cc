@@ -8,6 +8,11 @@
 #include "mtraining/base/check.h"
 
 namespace mtraining::optim {
+namespace {
+
+constexpr int64_t kChunk = int64_t{1} << 22;  // bounds copies in another dtype or on another device
+
+}  // namespace
 
 void check(const AdamWOptions& options) {
   const auto beta = [](const char* which, double value) {
@@ -23,34 +28,59 @@ void check(const AdamWOptions& options) {
                options.weight_decay);
 }
 
-AdamW::AdamW(const AdamWOptions& options, FlatParameters& parameters)
+AdamW::AdamW(const AdamWOptions& options, ParameterShare& parameters)
     : options_(options),
       parameters_(parameters),
-      first_(at::zeros_like(parameters.master())),
-      second_(at::zeros_like(parameters.master())) {
+      first_(parameters.storage().zeros(parameters.master().numel())),
+      second_(parameters.storage().zeros(parameters.master().numel())) {
   check(options_);
-}
-
-void AdamW::step(double lr) {
-  ++steps_;
-  const at::Tensor& gradient = parameters_.gradient();
-  at::Tensor& master = parameters_.master();
-  first_.mul_(options_.beta1).add_(gradient, 1 - options_.beta1);
-  second_.mul_(options_.beta2).addcmul_(gradient, gradient, 1 - options_.beta2);
-  const double correction1 = 1 - std::pow(options_.beta1, static_cast<double>(steps_));
-  const double correction2 = 1 - std::pow(options_.beta2, static_cast<double>(steps_));
-  if (options_.weight_decay > 0) {
+  for (const OwnedRange& owned : parameters_.owned()) {
     for (const Segment& s : parameters_.segments()) {
-      if (s.decays) master.narrow(0, s.begin, s.size).mul_(1 - lr * options_.weight_decay);
+      const int64_t begin = std::max(owned.begin, s.begin),
+                    end = std::min(owned.end, s.begin + s.size);
+      if (begin >= end) continue;
+      const int64_t offset = owned.offset + begin - owned.begin;
+      const bool decays = s.decays && options_.weight_decay > 0;
+      if (!runs_.empty() && runs_.back().decays == decays &&
+          runs_.back().offset + runs_.back().size == offset) {
+        runs_.back().size += end - begin;
+      } else {
+        runs_.push_back({offset, end - begin, decays});
+      }
     }
   }
-  const at::Tensor denominator = second_.div(correction2).sqrt_().add_(options_.eps);
-  master.addcdiv_(first_, denominator, -lr / correction1);
+}
+
+void AdamW::step(double lr, double gradient_scale) {
+  ++steps_;
+  const OptimizerStorage& storage = parameters_.storage();
+  const at::Tensor count = at::full({}, static_cast<double>(steps_),
+                                    at::TensorOptions(at::kFloat).device(storage.device()));
+  for (const Run& run : runs_) {
+    for (int64_t begin = run.offset; begin < run.offset + run.size; begin += kChunk) {
+      const int64_t size = std::min(kChunk, run.offset + run.size - begin);
+      const auto part = [&](const at::Tensor& vector) { return vector.narrow(0, begin, size); };
+      at::Tensor gradient = storage.bring(part(parameters_.gradient()));
+      if (gradient_scale != 1) gradient.mul_(gradient_scale);
+      at::_fused_adamw_({part(parameters_.master())}, {gradient}, {part(first_)}, {part(second_)},
+                        {}, {count}, lr, options_.beta1, options_.beta2,
+                        run.decays ? options_.weight_decay : 0, options_.eps, /*amsgrad=*/false,
+                        /*maximize=*/false);
+    }
+  }
   parameters_.publish();
 }
 
 std::vector<OptimizerShard> AdamW::shards() {
-  return {{0, parameters_.size(), parameters_.master(), first_, second_, true}};
+  std::vector<OptimizerShard> shards;
+  for (const OwnedRange& owned : parameters_.owned()) {
+    const auto part = [&](const at::Tensor& vector) {
+      return vector.narrow(0, owned.offset, owned.end - owned.begin);
+    };
+    shards.push_back({owned.begin, owned.end, part(parameters_.master()), part(first_),
+                      part(second_), !parameters_.is_sharded()});
+  }
+  return shards;
 }
 
 void AdamW::restored(int64_t steps_taken) {
@@ -59,18 +89,21 @@ void AdamW::restored(int64_t steps_taken) {
   parameters_.publish();
 }
 
-double global_norm(const at::Tensor& flat) {
-  constexpr int64_t kChunk = int64_t{1} << 22;  // bounds the float64 copy
+int64_t AdamW::state_bytes() const {
+  return static_cast<int64_t>(parameters_.master().nbytes() + first_.nbytes() + second_.nbytes());
+}
+
+double sum_of_squares(const at::Tensor& flat) {
   double squares = 0;
   for (int64_t begin = 0; begin < flat.numel(); begin += kChunk) {
     const at::Tensor part = flat.slice(0, begin, std::min(begin + kChunk, flat.numel()));
     squares += part.to(at::kDouble).square_().sum().item<double>();
   }
-  return std::sqrt(squares);
+  return squares;
 }
 
-void clip_by_norm(at::Tensor& flat, double norm, double clip_norm) {
-  if (clip_norm > 0 && norm > clip_norm) flat.mul_(clip_norm / norm);
+double clip_factor(double norm, double clip_norm) {
+  return clip_norm > 0 && norm > clip_norm ? clip_norm / norm : 1;
 }
 
 }  // namespace mtraining::optim

@@ -1,9 +1,11 @@
-// AdamW on the flat float32 master vector.
+// AdamW on the float32 masters of a ParameterShare.
 //
-// In:   FlatParameters with a complete gradient, a learning rate. Out: the updated master; step count and moments.
-// Next: FlatParameters::publish().
+// In:   a ParameterShare with a complete gradient, a learning rate. Out: the updated masters, published to the parameters; step
+//       count and moments.
+// Next: checkpoint/ writes and reads shards().
 //
-// m = b1 m + (1 - b1) g; v = b2 v + (1 - b2) g^2; x -= lr (m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps) + decay x).
+// m = b1 m + (1 - b1) g; v = b2 v + (1 - b2) g^2; x -= lr (m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps) + decay x), in one
+// pass over memory without temporaries. Masters and moments are float32 and lie in the share's OptimizerStorage.
 // Source: decoupled weight decay (AdamW).
 #pragma once
 
@@ -12,7 +14,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "mtraining/optim/flat_parameters.h"
+#include "mtraining/optim/parameter_share.h"
 
 namespace mtraining::optim {
 
@@ -35,27 +37,37 @@ struct OptimizerShard {
 
 class AdamW {
  public:
-  AdamW(const AdamWOptions& options, FlatParameters& parameters);
-  /// One update with the gradient that the parameters hold. Never called on a skipped step: then nothing here changes.
-  void step(double lr);
+  AdamW(const AdamWOptions& options, ParameterShare& parameters);
+  /// One update with gradient() x gradient_scale; float32 gradients are left scaled. Never called on a skipped step: then nothing
+  /// here changes. Collective where the parameters are sharded.
+  void step(double lr, double gradient_scale = 1);
   int64_t steps_taken() const { return steps_; }
-  /// Ascending. One that is everything with parallel.zero = 0; with 2 one of each bucket of parameters.
+  /// Ascending. One that is everything with parallel.zero = 0; with 2 one of each bucket of parameters (none of a bucket that
+  /// other ranks hold).
   std::vector<OptimizerShard> shards();
-  /// After shards() were filled from a checkpoint: the count goes on from there, parameters take the master's values.
+  /// After shards() were filled from a checkpoint: the count goes on from there, parameters take the master's values. Collective
+  /// where the parameters are sharded.
   void restored(int64_t steps_taken);
   const at::Tensor& first_moment() const { return first_; }
   const at::Tensor& second_moment() const { return second_; }
+  /// Of masters and moments on this rank. float32 parameters that are views of the master count as it.
+  int64_t state_bytes() const;
 
  private:
+  struct Run {
+    int64_t offset = 0, size = 0;
+    bool decays = false;
+  };
   AdamWOptions options_;
-  FlatParameters& parameters_;
+  ParameterShare& parameters_;
   at::Tensor first_, second_;
+  std::vector<Run> runs_;  // of this rank's vectors: neighbours that decay alike
   int64_t steps_ = 0;
 };
 
-/// sqrt of the sum of squares, in float64. Not collective: the gradient vector is complete on every rank.
-double global_norm(const at::Tensor& flat);
-/// Scales `flat` by clip_norm / norm where norm > clip_norm > 0.
-void clip_by_norm(at::Tensor& flat, double norm, double clip_norm);
+/// In float64, of this rank's vector. A sharded gradient's norm is the root of the sum over ranks.
+double sum_of_squares(const at::Tensor& flat);
+/// What brings a gradient of this norm to at most clip_norm (0: no limit): 1 or less.
+double clip_factor(double norm, double clip_norm);
 
 }  // namespace mtraining::optim

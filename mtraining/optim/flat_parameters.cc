@@ -3,78 +3,76 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
-#include <unordered_set>
 
 #include "mtraining/base/check.h"
 
 namespace mtraining::optim {
 
-FlatParameters::FlatParameters(std::vector<Named> parameters) : parameters_(std::move(parameters)) {
-  std::unordered_set<const void*> seen;
-  int64_t total = 0;
-  for (const Named& p : parameters_) {
-    MT_CHECK_ARG(p.value.defined() && p.value.is_leaf() && p.value.requires_grad(), "parameter ",
-                 p.name, ": expected a leaf that requires a gradient");
-    MT_CHECK_ARG(seen.insert(p.value.unsafeGetTensorImpl()).second, "parameter ", p.name,
-                 " is listed twice");
-    segments_.push_back({p.name, total, p.value.numel(), p.value.dim() >= 2});
-    total += p.value.numel();
-  }
-  MT_CHECK_ARG(total > 0, "parameters: expected at least one, got none");
-  const at::TensorOptions options =
-      parameters_.front().value.options().dtype(at::kFloat).requires_grad(false);
-  master_ = at::empty({total}, options);
-  gradient_ = at::zeros({total}, options);
+FlatParameters::FlatParameters(std::vector<Named> parameters, const ShareOptions& options,
+                               comm::Communicator* group)
+    : ParameterShare(std::move(parameters), options), group_(group) {
+  owned_ = {{0, size_, 0}};
+  master_ = storage_->zeros(size_);
+  gradient_ =
+      at::zeros({size_}, at::TensorOptions(options_.grad_dtype).device(parameter_device()));
   for (size_t i = 0; i < parameters_.size(); ++i) {
     const Segment& s = segments_[i];
-    at::Tensor& value = parameters_[i].value;
-    at::Tensor place = master_.narrow(0, s.begin, s.size).view(value.sizes());
-    place.copy_(value.detach());
-    if (value.scalar_type() == at::kFloat) {
-      value.set_data(place);
-      value.mutable_grad() = gradient_.narrow(0, s.begin, s.size).view(value.sizes());
+    at::Tensor place = master_.narrow(0, s.begin, s.size).view(value(i).sizes());
+    place.copy_(value(i).detach());
+    if (values_are_views()) value(i).set_data(place);
+    if (gradients_are_views()) {
+      value(i).mutable_grad() = gradient_.narrow(0, s.begin, s.size).view(value(i).sizes());
     }
   }
 }
 
-void FlatParameters::zero_gradient() { gradient_.zero_(); }
+bool FlatParameters::values_are_views() const {
+  return parameter_dtype() == at::kFloat && storage_->device() == parameter_device();
+}
+bool FlatParameters::gradients_are_views() const {
+  return parameter_dtype() == at::kFloat && options_.grad_dtype == at::kFloat;
+}
 
 void FlatParameters::collect_gradient() {
   for (size_t i = 0; i < parameters_.size(); ++i) {
-    at::Tensor& value = parameters_[i].value;
     const Segment& s = segments_[i];
     at::Tensor place = gradient_.narrow(0, s.begin, s.size);
-    if (value.scalar_type() == at::kFloat) {
+    if (gradients_are_views()) {
       // Autograd replaces .grad instead of adding to it where grad mode is on in backward; that would lose the gradient here.
-      MT_ASSERT(value.grad().defined() && value.grad().data_ptr() == place.data_ptr(), s.name,
+      MT_ASSERT(value(i).grad().defined() && value(i).grad().data_ptr() == place.data_ptr(), s.name,
                 ": its gradient has left the flat vector");
       continue;
     }
-    if (!value.grad().defined()) continue;
-    place.add_(value.grad().reshape({-1}).to(at::kFloat));
-    value.mutable_grad() = at::Tensor();
+    if (!value(i).grad().defined()) continue;
+    place.add_(value(i).grad().reshape({-1}).to(options_.grad_dtype));
+    value(i).mutable_grad() = at::Tensor();
   }
 }
 
+void FlatParameters::reduce_gradient() {
+  if (group_ != nullptr) all_reduce_buckets(gradient_, *group_, options_.bucket_bytes);
+}
+
 void FlatParameters::publish() {
+  if (values_are_views()) return;
   for (size_t i = 0; i < parameters_.size(); ++i) {
-    at::Tensor& value = parameters_[i].value;
-    if (value.scalar_type() == at::kFloat) continue;
-    value.detach().copy_(
-        master_.narrow(0, segments_[i].begin, segments_[i].size).view(value.sizes()));
+    const Segment& s = segments_[i];
+    value(i).detach().copy_(master_.narrow(0, s.begin, s.size).view(value(i).sizes()));
   }
 }
 
 void all_reduce_buckets(at::Tensor& flat, comm::Communicator& group, int64_t bucket_bytes) {
-  MT_CHECK_ARG(flat.scalar_type() == at::kFloat && flat.is_contiguous(),
-               "gradient: expected a contiguous float32 vector, got ", flat.scalar_type());
+  MT_CHECK_ARG(flat.is_contiguous(), "gradient: expected a contiguous vector, got strides ",
+               flat.strides());
+  const comm::ElementType type = element_type(flat.scalar_type());
   if (group.size() == 1) return;
-  const int64_t step = std::max<int64_t>(1, bucket_bytes / 4);
-  float* data = flat.data_ptr<float>();
+  const int64_t element = comm::size_of(type);
+  const int64_t step = std::max<int64_t>(1, bucket_bytes / element);
+  auto* data = static_cast<char*>(flat.data_ptr());
   comm::WorkPtr before;
   for (int64_t begin = 0; begin < flat.numel(); begin += step) {
     const int64_t count = std::min(step, flat.numel() - begin);
-    comm::WorkPtr work = group.all_reduce({data + begin, count * 4}, comm::ElementType::kFloat32,
+    comm::WorkPtr work = group.all_reduce({data + begin * element, count * element}, type,
                                           comm::ReduceOp::kSum);
     if (before) before->wait();
     before = std::move(work);

@@ -1,60 +1,39 @@
-// FlatParameters: all parameters as one float32 master vector, and all gradients as another.
+// FlatParameters: a ParameterShare that is everything, on every rank (parallel.zero = 0).
 //
-// In:   the model's parameters, in id order, alike on every rank. Out: master and gradient vectors; buckets for the reduction.
-// Next: adamw.h updates the master; the reduction sums the gradient vector over ranks.
+// In:   parameters; gradients of this rank's micro-steps. Out: their sum over ranks, once a train step; updated parameters.
+// Next: adamw.h.
 //
-// A parameter's place follows from its id alone, never from the order in which gradients arrive, and a tensor that is used
-// twice (tied head) has one place. float32 parameters become views of the master; lower precisions are copies, refreshed by
-// publish(). Gradients accumulate in float32 whatever the parameters' dtype.
+// float32 parameters are views of the master where it lies on their device, and their .grad a view of the gradient where that is
+// float32; lower precisions are copies, refreshed by publish().
 #pragma once
 
-#include <ATen/core/Tensor.h>
-
 #include <cstdint>
-#include <string>
 #include <vector>
 
-#include "mtraining/comm/transport.h"
+#include "mtraining/optim/parameter_share.h"
 
 namespace mtraining::optim {
 
-struct Segment {
-  std::string name;
-  int64_t begin = 0, size = 0;  ///< in the flat vectors
-  bool decays = false;          ///< weight decay applies: matrices, not norms and biases
-};
-
-class FlatParameters {
+class FlatParameters : public ParameterShare {
  public:
-  struct Named {
-    std::string name;
-    at::Tensor value;
-  };
-  /// Errors: InvalidArgument where a tensor is listed twice or is no leaf.
-  explicit FlatParameters(std::vector<Named> parameters);
+  /// `group`: the ranks that hold the same parameters, or null for this one alone. It must outlive this.
+  explicit FlatParameters(std::vector<Named> parameters, const ShareOptions& options = {},
+                          comm::Communicator* group = nullptr);
 
-  int64_t size() const { return master_.numel(); }
-  const std::vector<Segment>& segments() const { return segments_; }
-  at::Tensor& master() { return master_; }
-  at::Tensor& gradient() { return gradient_; }
-  const at::Tensor& master() const { return master_; }
-  const at::Tensor& gradient() const { return gradient_; }
-
-  void zero_gradient();
-  /// After each backward: adds what autograd left on lower-precision parameters to the float32 gradient. A no-op for float32
-  /// parameters, whose .grad is a view of it.
-  void collect_gradient();
-  /// Copies the master to lower-precision parameters.
-  void publish();
+  bool is_sharded() const override { return false; }
+  void collect_gradient() override;
+  /// Collective. Every rank ends with the same bits.
+  void reduce_gradient() override;
+  void publish() override;
 
  private:
-  std::vector<Named> parameters_;
-  std::vector<Segment> segments_;
-  at::Tensor master_, gradient_;
+  bool values_are_views() const;
+  bool gradients_are_views() const;
+  comm::Communicator* group_;
 };
 
-/// Sums `flat` (float32, contiguous) over the group in buckets of at most bucket_bytes. Collective; every rank ends with the same
-/// bits. Two buckets are under way at a time.
+/// Sums `flat` (float32 or bf16, contiguous) over the group in buckets of at most bucket_bytes. Collective; every rank ends with
+/// the same bits. Two buckets are under way at a time.
 void all_reduce_buckets(at::Tensor& flat, comm::Communicator& group,
                         int64_t bucket_bytes = int64_t{32} << 20);
 

@@ -122,15 +122,52 @@ TEST(GradientReduction, EveryRankEndsWithTheSameSumForEveryBucketSize) {
   }
 }
 
-TEST(GlobalNorm, ClipsToTheLimitAndLeavesShorterOnes) {
-  at::Tensor g = at::full({100}, 3.0f);
-  EXPECT_NEAR(global_norm(g), 30.0, 1e-9);
-  clip_by_norm(g, 30.0, 0);
-  EXPECT_NEAR(global_norm(g), 30.0, 1e-9);
-  clip_by_norm(g, 30.0, 40.0);
-  EXPECT_NEAR(global_norm(g), 30.0, 1e-9);
-  clip_by_norm(g, 30.0, 1.0);
-  EXPECT_NEAR(global_norm(g), 1.0, 1e-6);
+TEST(ClipFactor, BringsTheNormToTheLimitAndLeavesShorterOnes) {
+  const at::Tensor g = at::full({100}, 3.0f);
+  const double norm = std::sqrt(sum_of_squares(g));
+  EXPECT_NEAR(norm, 30.0, 1e-9);
+  EXPECT_EQ(clip_factor(norm, 0), 1);
+  EXPECT_EQ(clip_factor(norm, 40.0), 1);
+  EXPECT_NEAR(std::sqrt(sum_of_squares(g * clip_factor(norm, 1.0))), 1.0, 1e-6);
+}
+
+TEST(AdamW, ScalesTheGradientBeforeTheMoments) {
+  at::manual_seed(4);
+  const at::Tensor start = at::randn({50, 3}), g = at::randn({150});
+  at::Tensor a = leaf(start), b = leaf(start);
+  FlatParameters scaled({{"p", a}}), plain({{"p", b}});
+  AdamW one({}, scaled), two({}, plain);
+  for (int t = 0; t < 3; ++t) {
+    scaled.gradient().copy_(g * (t + 1) * 4);
+    plain.gradient().copy_(g * (t + 1));
+    one.step(1e-2, 0.25);  // a power of two: no rounding
+    two.step(1e-2);
+  }
+  EXPECT_TRUE(at::equal(a, b));
+  EXPECT_TRUE(at::equal(one.second_moment(), two.second_moment()));
+}
+
+TEST(AdamW, BFloat16GradientsAndHostStorageGiveTheSameUpdateOfTheSameNumbers) {
+  at::manual_seed(5);
+  const at::Tensor start = at::randn({40, 5}).to(at::kBFloat16);
+  std::vector<at::Tensor> results;
+  for (const bool offload : {false, true}) {
+    for (const auto dtype : {at::kFloat, at::kBFloat16}) {
+      at::manual_seed(6);
+      at::Tensor p = leaf(start);
+      FlatParameters flat({{"p", p}}, {.grad_dtype = dtype, .offload = offload});
+      EXPECT_EQ(flat.gradient().scalar_type(), dtype);
+      EXPECT_EQ(flat.master().scalar_type(), at::kFloat);
+      AdamW adamw({0.9, 0.95, 1e-8, 0.1}, flat);
+      for (int t = 0; t < 5; ++t) {
+        flat.gradient().copy_(at::randn({200}).to(at::kBFloat16));
+        adamw.step(1e-2, 0.5);
+      }
+      EXPECT_TRUE(at::equal(p.detach().reshape({-1}), flat.master().to(at::kBFloat16)));
+      results.push_back(flat.master().clone());
+    }
+  }
+  for (const at::Tensor& result : results) EXPECT_TRUE(at::equal(result, results[0]));
 }
 
 TEST(LearningRate, WarmsUpThenHoldsOrFollowsTheCosineToItsEnd) {
@@ -143,7 +180,19 @@ TEST(LearningRate, WarmsUpThenHoldsOrFollowsTheCosineToItsEnd) {
   EXPECT_NEAR(learning_rate(o, 19), 0.2, 1e-12);
   EXPECT_NEAR(learning_rate(o, 500), 0.2, 1e-12);
   for (int64_t s = 5; s < 20; ++s) EXPECT_LT(learning_rate(o, s), learning_rate(o, s - 1));
-  EXPECT_THROW(parse_schedule_kind("linear"), InvalidArgument);
+  EXPECT_THROW(parse_schedule_kind("step"), InvalidArgument);
+}
+
+TEST(LearningRate, LinearFallsByTheSameAmountEachStep) {
+  const ScheduleOptions o{ScheduleKind::kLinear, 2.0, 4, 20, 0.1};
+  EXPECT_DOUBLE_EQ(learning_rate(o, 0), 0.5);
+  EXPECT_DOUBLE_EQ(learning_rate(o, 4), 2.0);
+  EXPECT_NEAR(learning_rate(o, 19), 0.2, 1e-12);
+  EXPECT_NEAR(learning_rate(o, 500), 0.2, 1e-12);
+  for (int64_t s = 5; s < 20; ++s)
+    EXPECT_NEAR(learning_rate(o, s - 1) - learning_rate(o, s), 1.8 / 15, 1e-12);
+  for (const char* name : {"constant", "cosine", "linear"})
+    EXPECT_EQ(to_string(parse_schedule_kind(name)), name);
 }
 
 }  // namespace

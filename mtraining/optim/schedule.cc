@@ -8,14 +8,23 @@
 namespace mtraining::optim {
 
 ScheduleKind parse_schedule_kind(std::string_view name) {
-  if (name == "constant") return ScheduleKind::kConstant;
-  if (name == "cosine") return ScheduleKind::kCosine;
+  for (const auto kind : {ScheduleKind::kConstant, ScheduleKind::kCosine, ScheduleKind::kLinear}) {
+    if (name == to_string(kind)) return kind;
+  }
   throw InvalidArgument(
-      concat("optim.schedule: expected \"constant\" or \"cosine\", got \"", name, "\""));
+      concat("optim.schedule: expected \"constant\", \"cosine\" or \"linear\", got \"", name, "\""));
 }
 
 std::string_view to_string(ScheduleKind kind) {
-  return kind == ScheduleKind::kConstant ? "constant" : "cosine";
+  switch (kind) {
+    case ScheduleKind::kConstant:
+      return "constant";
+    case ScheduleKind::kCosine:
+      return "cosine";
+    case ScheduleKind::kLinear:
+      return "linear";
+  }
+  MT_ASSERT(false, "schedule ", static_cast<int>(kind));
 }
 
 void check(const ScheduleOptions& options) {
@@ -35,8 +44,10 @@ double learning_rate(const ScheduleOptions& options, int64_t step) {
   const double span = static_cast<double>(options.total_steps - 1 - options.warmup_steps);
   double share = span > 0 ? static_cast<double>(step - options.warmup_steps) / span : 1;
   if (share > 1) share = 1;
-  const double cosine = 0.5 * (1 + std::cos(std::numbers::pi * share));
-  return options.lr * (options.min_lr_ratio + (1 - options.min_lr_ratio) * cosine);
+  const double left = options.kind == ScheduleKind::kLinear
+                          ? 1 - share
+                          : 0.5 * (1 + std::cos(std::numbers::pi * share));
+  return options.lr * (options.min_lr_ratio + (1 - options.min_lr_ratio) * left);
 }
 
 }  // namespace mtraining::optim
