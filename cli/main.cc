@@ -1,5 +1,6 @@
 // The executable: finds the verb, turns errors into one line and an exit code.
 #include <c10/util/Exception.h>
+#include <signal.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -10,6 +11,10 @@
 #include <string>
 #include <vector>
 
+#include "cli/bench.h"
+#include "cli/convert.h"
+#include "cli/doctor.h"
+#include "cli/inspect.h"
 #include "cli/nearest.h"
 #include "cli/simulate.h"
 #include "cli/stop.h"
@@ -30,10 +35,17 @@ constexpr Verb kVerbs[] = {
     {"train", mtraining::cli::run_train, "trains a model over context-parallel ranks"},
     {"simulate", mtraining::cli::run_simulate,
      "predicts imbalance, bytes and time of a ring without running it"},
+    {"bench", mtraining::cli::run_bench,
+     "measures attention, the ring or train steps on this machine"},
+    {"doctor", mtraining::cli::run_doctor,
+     "what this machine has for training, and what it lacks, with the remedy"},
+    {"inspect", mtraining::cli::run_inspect,
+     "what a token file, a checkpoint or a run's folder holds"},
+    {"convert", mtraining::cli::run_convert,
+     "Hugging Face folder <-> checkpoint, and a training state for other ranks"},
 };
 /// Verbs of parts that are not built.
-constexpr const char* kLater[] = {"eval",   "generate", "plan",   "bench",
-                                  "doctor", "convert",  "inspect"};
+constexpr const char* kLater[] = {"eval", "generate", "plan"};
 
 constexpr const char* kExamples = R"(
 mtraining VERB --help tells more.
@@ -81,6 +93,7 @@ int fail(int code, std::string message) {
 
 /// Before the libraries' own initialisers, which take a while: a job may be stopped in its first second.
 void before_libraries(int argc, char** argv, char**) {
+  ::signal(SIGXFSZ, SIG_IGN);  // a file that may not grow is an error with words, not a death
   if (argc > 1 && std::strcmp(argv[1], "train") == 0) mtraining::cli::install_stop_handlers();
 }
 [[gnu::section(".preinit_array"),

@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "cli/nearest.h"
+#include "cli/parse_options.h"
 #include "mtraining/base/check.h"
 #include "mtraining/base/json.h"
 #include "mtraining/index/columns.h"
@@ -549,27 +549,6 @@ void simulate_closed_form(const Options& options, const topology::Topology& topo
                 concat("(", change > 0 ? "+" : "", fixed(change, 1), " %)")}});
 }
 
-/// A parser's error in this project's words: the option, what it takes, what it was given.
-std::string mistake(const CLI::App& app, const CLI::ParseError& error) {
-  const std::string said = error.what();
-  const CLI::Option* about = nullptr;
-  for (const CLI::Option* option : app.get_options()) {
-    const std::string& name = option->get_name();
-    if (said.find(name) == std::string::npos) continue;
-    if (about == nullptr || name.size() > about->get_name().size()) about = option;
-  }
-  if (about == nullptr) return concat("simulate: ", said);
-  const std::string type = about->get_type_name();
-  const char* expected = type.find("FLOAT") != std::string::npos ? "one number"
-                         : type.find("INT") != std::string::npos ? "one whole number"
-                         : about->get_items_expected_max() == 0  ? "no value"
-                                                                 : "one text";
-  std::string got;
-  for (const std::string& result : about->results())
-    got += concat(got.empty() ? "'" : ", '", result, "'");
-  return concat(about->get_name(), ": expected ", expected, ", got ", got.empty() ? "none" : got);
-}
-
 }  // namespace
 
 int run_simulate(int argc, char** argv) {
@@ -577,20 +556,7 @@ int run_simulate(int argc, char** argv) {
       "What a ring of attention costs: totals from step times, and what a pattern does to it");
   Options options;
   declare(app, options);
-  try {
-    app.parse(argc, argv);
-  } catch (const CLI::CallForHelp& help) {
-    return app.exit(help);
-  } catch (const CLI::ExtrasError&) {
-    const std::vector<std::string> extra = app.remaining();
-    std::vector<std::string> known;
-    for (const CLI::Option* option : app.get_options()) known.push_back(option->get_name());
-    throw InvalidArgument(
-        concat("simulate: unknown option ", extra.empty() ? "" : extra.front(),
-               "; nearest known option: ", nearest(extra.empty() ? "" : extra.front(), known)));
-  } catch (const CLI::ParseError& error) {
-    throw InvalidArgument(mistake(app, error));
-  }
+  if (!parse_options(app, "simulate", argc, argv)) return 0;
   MT_CHECK_ARG(!options.topology_text.empty(),
                "simulate: expected --topology NODESxRANKS, got none");
   const topology::Topology topology = topology::parse_topology(options.topology_text);

@@ -1,0 +1,110 @@
+#include "bench/attention_bench.h"
+
+#include <cmath>
+#include <optional>
+
+#include "bench/sdpa_peer.h"
+#include "mtraining/base/check.h"
+#include "mtraining/base/parallel.h"
+
+namespace mtraining::bench {
+namespace {
+
+constexpr const char* kPeer = "torch sdpa";
+
+double rounded(double value) { return std::round(value * 1000) / 1000; }
+
+Json spread_json(const Spread& s) {
+  return {{"median", rounded(s.median)}, {"min", rounded(s.min)}, {"max", rounded(s.max)}};
+}
+
+}  // namespace
+
+std::vector<AttentionRow> bench_attention(const AttentionBenchOptions& options,
+                                          const AttentionInputs& inputs,
+                                          const std::vector<AttentionCase>& cases,
+                                          const Provenance& from,
+                                          const std::function<void(int repeat)>& progress) {
+  const AttentionSizes& sizes = options.sizes;
+  const LaunchPlace& place = options.place;
+  check(sizes);
+  check(place, sizes);
+  MT_CHECK_ARG(options.repeats >= 1, "--repeats: expected at least 1, got ", options.repeats);
+  MT_CHECK_ARG(options.warm_up >= 0, "--warm-up: expected at least 0, got ", options.warm_up);
+  MT_CHECK_ARG(!cases.empty(), "bench attention: expected at least one case, got none");
+  MT_CHECK_ARG(!options.peer || place.cp_size == 1, "--peer sdpa: expected --cp-size 1, got ",
+               place.cp_size, ": a rank's share beside the whole sequence is not the same work");
+  const layout::Layout layout({.kind = place.layout,
+                               .seq_len = sizes.seq_len,
+                               .cp_size = place.cp_size,
+                               .stripe = place.stripe});
+  const ThreadCountScope threads(place.threads);
+
+  AttentionRow blank{.case_name = "attention", .pattern = "", .workload = {}, .peer = {}};
+  blank.workload = {.mask = "causal",
+                    .dtype = std::string(to_string(sizes.dtype)),
+                    .seq_len = sizes.seq_len,
+                    .num_queries = place.cp_size == 1 ? sizes.seq_len : layout.tokens_per_rank(),
+                    .num_q_heads = sizes.num_q_heads,
+                    .num_kv_heads = sizes.num_kv_heads,
+                    .head_dim = sizes.head_dim,
+                    .inputs = inputs.digest,
+                    .device = cpu_name(place.threads),
+                    .harness = from.harness};
+  std::vector<AttentionRow> rows;
+  std::optional<SdpaPeer> peer;
+  if (options.peer) {
+    peer.emplace(sizes, inputs, place.threads);
+    AttentionRow row = blank;
+    row.pattern = "dense";
+    row.peer = kPeer;
+    // Every causal pair; what more of its tiles torch computes is its own affair.
+    row.pairs = static_cast<double>(sizes.num_q_heads) * static_cast<double>(sizes.seq_len) *
+                static_cast<double>(sizes.seq_len + 1) / 2;
+    row.more["torch"] = torch_version();
+    rows.push_back(std::move(row));
+  }
+  std::vector<std::unique_ptr<AttentionLaunch>> launches;
+  for (const AttentionCase& c : cases) {
+    launches.push_back(make_launch(place, sizes, inputs, c.index));
+    AttentionRow row = blank;
+    row.pattern = c.pattern;
+    row.pairs = launches.back()->pairs();
+    row.more["density"] = std::round(index::density(c.index) * 1e5) / 1e5;
+    if (place.cp_size > 1) {
+      row.more["layout"] = layout::to_string(place.layout);
+      if (place.layout == layout::LayoutKind::kBlockStriped) row.more["stripe"] = place.stripe;
+      row.more["cp_size"] = place.cp_size;
+      row.more["cp_rank"] = place.cp_rank;
+    }
+    rows.push_back(std::move(row));
+  }
+
+  for (int repeat = -options.warm_up; repeat < options.repeats; ++repeat) {
+    size_t at = 0;
+    const auto run = [&](auto& arm, bool with_index) {
+      AttentionRow warm_up = blank;
+      AttentionRow& row = repeat < 0 ? warm_up : rows[at];
+      ++at;
+      if constexpr (requires { arm.pairs(); }) {
+        if (with_index) arm.index(row.index, options.estimation);
+      }
+      arm.forward(row.forward);
+      arm.backward(row.backward);
+    };
+    if (peer) run(*peer, false);
+    for (const auto& launch : launches) run(*launch, place.cp_size == 1);
+    if (progress) progress(repeat);
+  }
+  if (peer) {
+    for (size_t i = 1; i < rows.size(); ++i) {
+      const Ratio r = ratio(rows.front(), rows[i]);
+      rows[i].more["ratio_to_dense_sdpa"] = spread_json(r.wall);
+      if (r.processor)
+        rows[i].more["ratio_to_dense_sdpa_processor_time"] = spread_json(*r.processor);
+    }
+  }
+  return rows;
+}
+
+}  // namespace mtraining::bench

@@ -1,0 +1,33 @@
+// RingBench: one attention layer through the executor, over ranks that are threads of this process.
+//
+// In:   a topology, a ring, a layout, sizes, a case. Out: a row: times, bytes by channel, imbalance; rows of phases.
+// Next: cli/bench_ring.cc prints them.
+//
+// All code paths of a job run, with copies in memory instead of a network. Where ranks share cores their times include each other's: bytes
+// and pairs are what a job would have, times by phase say where this process spent them.
+#pragma once
+
+#include <vector>
+
+#include "bench/attention_case.h"
+#include "bench/rows.h"
+#include "mtraining/attention/ring_attention.h"
+
+namespace mtraining::bench {
+
+struct RingBenchOptions {
+  AttentionSizes sizes;
+  attention::RingOptions
+      ring;  ///< layout.seq_len, cp_size and nodes are filled from sizes and topology
+  /// Chosen by the ranks together from the inputs where `given` is null.
+  double p = 0.9;
+  const AttentionCase* given = nullptr;
+  int warm_up = 1, repeats = 3;
+  bool breakdown = false;
+  uint64_t seed = 1;
+};
+/// The layer's row; with `breakdown` a row a phase after it, times a repeat: the busiest rank, the mean rank.
+/// Errors: InvalidArgument, Unsupported before any rank starts.
+std::vector<std::string> bench_ring(const RingBenchOptions& options, const Provenance& from);
+
+}  // namespace mtraining::bench

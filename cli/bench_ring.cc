@@ -1,0 +1,128 @@
+#include <CLI/CLI.hpp>
+#include <cstdio>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "bench/ring_bench.h"
+#include "cli/bench.h"
+#include "cli/parse_options.h"
+#include "mtraining/base/check.h"
+#include "mtraining/sim/pattern_file.h"
+
+namespace mtraining::cli {
+namespace {
+
+const char* const kExamples =
+    "Examples:\n"
+    "  mtraining bench ring --virtual 4x8 --breakdown\n"
+    "  mtraining bench ring --virtual 2x2 --ring flat --seq-len 4096 --density .1\n";
+
+struct Options {
+  std::string virtual_ranks = "2x2", ring, inner = "gather", layout = "block_striped";
+  std::string columns = "once", gradient_transport = "fp32", dtype = "float32", pattern, shape;
+  std::optional<double> density;
+  std::optional<int64_t> seq_len, heads;
+  int64_t kv_heads = 2, head_dim = 64, stripe = 64, seed = 1;
+  double p = 0.9;
+  int ring_stride = 1, prefetch_steps = 2, repeats = 3, warm_up = 1;
+  bool breakdown = false;
+};
+
+void declare(CLI::App& app, Options& o) {
+  app.name("mtraining bench ring");
+  app.footer(kExamples);
+  app.add_option("--virtual", o.virtual_ranks,
+                 "Nodes x ranks of a node, as threads of this process")
+      ->capture_default_str();
+  app.add_option("--ring", o.ring, "Only this ring: flat, hierarchical");
+  app.add_option("--inner", o.inner, "Inside a node of a hierarchical ring: gather, ring")
+      ->capture_default_str();
+  app.add_option("--ring-stride", o.ring_stride, "Flat ring: a hop goes this many ranks on")
+      ->capture_default_str();
+  app.add_option("--prefetch-steps", o.prefetch_steps, "Transfers ahead of the launch")
+      ->capture_default_str();
+  app.add_option("--layout", o.layout, "block_striped, zigzag, contiguous, striped")
+      ->capture_default_str();
+  app.add_option("--stripe", o.stripe, "Stripe of block_striped")->capture_default_str();
+  app.add_option("--columns", o.columns, "once or per_step")->capture_default_str();
+  app.add_option("--gradient-transport", o.gradient_transport, "fp32 or bf16")
+      ->capture_default_str();
+  app.add_option("--seq-len", o.seq_len, "Tokens (absent: the pattern file's, or 8192)");
+  app.add_option("--heads", o.heads, "Query heads (absent: the pattern file's, or 4)");
+  app.add_option("--kv-heads", o.kv_heads, "K/V heads")->capture_default_str();
+  app.add_option("--head-dim", o.head_dim, "Head dimension")->capture_default_str();
+  app.add_option("--dtype", o.dtype, "float32, float64, bf16, fp16")->capture_default_str();
+  app.add_option("--p", o.p, "Budgets of the pattern that the ranks choose together")
+      ->capture_default_str();
+  app.add_option("--density", o.density,
+                 "Instead of a choice: half diagonals, half columns; 1: dense");
+  app.add_option("--pattern", o.pattern,
+                 "Instead of a choice: a JSON file of offset ranges and columns");
+  app.add_option("--shape", o.shape, "Instead of a choice: local, typical, wide, uneven");
+  app.add_option("--repeats", o.repeats, "Timed runs")->capture_default_str();
+  app.add_option("--warm-up", o.warm_up, "Runs before them")->capture_default_str();
+  app.add_option("--seed", o.seed, "Of the inputs")->capture_default_str();
+  app.add_flag("--breakdown", o.breakdown, "Also a line a phase: launches, columns, waits");
+}
+
+}  // namespace
+
+int bench_ring(int argc, char** argv) {
+  CLI::App app(
+      "One attention layer over ranks that are threads of this process, a JSON line a ring");
+  Options o;
+  declare(app, o);
+  if (!parse_options(app, "bench ring", argc, argv)) return 0;
+  const topology::Topology topology = topology::parse_topology(o.virtual_ranks);
+  MT_CHECK_ARG(o.columns == "once" || o.columns == "per_step",
+               "--columns: expected once or per_step, got '", o.columns, "'");
+  MT_CHECK_ARG(o.gradient_transport == "fp32" || o.gradient_transport == "bf16",
+               "--gradient-transport: expected fp32 or bf16, got '", o.gradient_transport, "'");
+  const int chosen = static_cast<int>(app.count("--p") + app.count("--density") +
+                                      app.count("--pattern") + app.count("--shape"));
+  MT_CHECK_ARG(chosen <= 1,
+               "bench ring: expected one of --p, --density, --pattern and --shape, got ", chosen);
+  std::optional<sim::OffsetPattern> file;
+  if (!o.pattern.empty()) file = sim::read_pattern_file(o.pattern);
+  bench::RingBenchOptions options;
+  options.sizes = {
+      .seq_len = o.seq_len.value_or(file ? file->seq_len : 8192),
+      .num_q_heads = o.heads.value_or(file ? static_cast<int64_t>(file->heads.size()) : 4),
+      .num_kv_heads = o.kv_heads,
+      .head_dim = o.head_dim,
+      .dtype = bench::parse_dtype(o.dtype)};
+  bench::check(options.sizes);
+  std::optional<bench::AttentionCase> given;
+  if (file) given = bench::file_case(options.sizes, o.pattern);
+  if (!o.shape.empty()) given = bench::shape_case(options.sizes, o.shape);
+  if (o.density) given = bench::density_case(options.sizes, *o.density);
+  options.given = given ? &*given : nullptr;
+  options.p = o.p;
+  options.repeats = o.repeats;
+  options.warm_up = o.warm_up;
+  options.breakdown = o.breakdown;
+  options.seed = static_cast<uint64_t>(o.seed);
+  std::vector<ring::RingKind> rings = {ring::RingKind::kFlat, ring::RingKind::kHierarchical};
+  if (!o.ring.empty()) rings = {ring::parse_ring_kind(o.ring)};
+  const bench::Provenance from = bench::provenance();
+  for (const ring::RingKind ring : rings) {
+    options.ring.layout.kind = layout::parse_layout_kind(o.layout);
+    options.ring.layout.stripe = o.stripe;
+    options.ring.topology = topology;
+    options.ring.ring = ring;
+    options.ring.inner = ring::parse_inner_kind(o.inner);
+    options.ring.ring_stride = ring == ring::RingKind::kFlat ? o.ring_stride : 1;
+    options.ring.prefetch_steps = o.prefetch_steps;
+    options.ring.columns =
+        o.columns == "once" ? attention::ColumnMode::kOnce : attention::ColumnMode::kPerStep;
+    options.ring.gradient_transport = o.gradient_transport == "fp32"
+                                          ? attention::GradientTransport::kFloat32
+                                          : attention::GradientTransport::kBFloat16;
+    for (const std::string& line : bench::bench_ring(options, from))
+      std::printf("%s\n", line.c_str());
+  }
+  return 0;
+}
+
+}  // namespace mtraining::cli
