@@ -273,7 +273,7 @@ void walk(comm::Transport& transport, const std::string& prefix) {
                 sums[1].item<double>());
     std::printf("norm of dq of this token, head 1: %.3e\n",
                 local_q.grad()[0][owner.offset][kHead].norm().item<double>());
-    std::printf("gradient norm %.4f\n", optim::global_norm(flat.gradient()));
+    std::printf("gradient norm %.4f\n", std::sqrt(optim::sum_of_squares(flat.gradient())));
   }
   const double before = flat.master()[0].item<double>(),
                gradient = flat.gradient()[0].item<double>();

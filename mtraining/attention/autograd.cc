@@ -21,7 +21,8 @@ struct SavedCall : torch::CustomClassHolder {
   std::shared_ptr<const index::Index> index;
   double softmax_scale = 0;
   at::Tensor document_starts;  ///< not an input of the function: autograd refuses undefined ones
-  ForwardResult result;        ///< given, or forward's; not kept for backward, which has them as saved tensors
+  ForwardResult
+      result;  ///< given, or forward's; not kept for backward, which has them as saved tensors
 };
 
 class SparseRingAttention : public torch::autograd::Function<SparseRingAttention> {
@@ -88,6 +89,23 @@ pattern::LocalAttention local_attention(RingContext& context, const at::Tensor& 
   return local;
 }
 
+index::Index choose_index(const AttentionPattern& pattern, const pattern::LocalAttention& local,
+                          comm::Communicator& group) {
+  switch (pattern.kind) {
+    case pattern::PatternKind::kVerticalSlash:
+      return pattern::build_vertical_slash(local, pattern.vertical_slash, group);
+    case pattern::PatternKind::kFixed:
+      return pattern::build_fixed(local, pattern.vertical_slash, pattern.budgets, group);
+    case pattern::PatternKind::kXAttention:
+      return pattern::build_xattention(local, pattern.xattention, group);
+    case pattern::PatternKind::kMoba:
+      return pattern::build_moba(local, pattern.moba, group);
+    case pattern::PatternKind::kDense:
+      break;
+  }
+  MT_ASSERT(false, "pattern ", static_cast<int>(pattern.kind), " has no index to choose");
+}
+
 /// All layers share one dense index, and so its plan.
 std::shared_ptr<const index::Index> shared_dense_index(RingContext::State& state, int64_t batch,
                                                        int64_t num_q_heads) {
@@ -129,16 +147,18 @@ AttentionOutput sparse_ring_attention(RingContext& context, const at::Tensor& q,
   {
     // The choice is not differentiated.
     const at::NoGradGuard no_grad;
-    const bool estimate = !call.index && call.pattern.kind == pattern::PatternKind::kVerticalSlash;
-    if (estimate || call.measure_recall || !call.index)
+    if (!output.index && call.pattern.kind == pattern::PatternKind::kFixed)
+      output.index = call.pattern.given;
+    const bool estimate = !output.index && call.pattern.kind != pattern::PatternKind::kDense;
+    if (estimate || call.measure_recall || !output.index)
       check_estimation_inputs(context, q, k, documents);
     const at::Tensor q_rows = with_contiguous_rows(q.detach()),
                      k_rows = with_contiguous_rows(k.detach());
     if (estimate) {
       const int64_t begin_us = now_us();
-      output.index = std::make_shared<const index::Index>(pattern::build_vertical_slash(
-          local_attention(context, q_rows, k_rows, call.softmax_scale, documents),
-          call.pattern.vertical_slash, context.index_group()));
+      output.index = std::make_shared<const index::Index>(choose_index(
+          call.pattern, local_attention(context, q_rows, k_rows, call.softmax_scale, documents),
+          context.index_group()));
       state.observe("index", 0, begin_us, 0);
     } else if (!output.index) {
       output.index = shared_dense_index(state, q.size(0), q.size(2));
@@ -164,6 +184,11 @@ AttentionOutput sparse_ring_attention(RingContext& context, const at::Tensor& q,
   output.out = results[0];
   output.lse = results[1];
   output.out_residual = std::exchange(saved->result, {}).out_residual;
+  const std::shared_ptr<IndexPlan> plan =
+      state.plans.find_or_make(output.index, state.layout, state.cp_rank);
+  output.columns_per_step = plan->has_columns() && state.options.columns == ColumnMode::kOnce &&
+                            state.layout.cp_size() > 1 &&
+                            plan->union_too_large(static_cast<int>(k.size(2)));
   return output;
 }
 

@@ -17,14 +17,21 @@ namespace mtraining::attention {
 struct AttentionPattern {
   pattern::PatternKind kind = pattern::PatternKind::kVerticalSlash;
   pattern::VerticalSlashOptions vertical_slash;
+  pattern::XAttentionOptions xattention;
+  pattern::MobaOptions moba;
+  /// kFixed: an index for the call's batch, or how much of the best each head takes.
+  std::shared_ptr<const index::Index> given;
+  pattern::FixedBudgets budgets;
 };
 
 struct AttentionOutput {
-  at::Tensor out;  ///< [B, n, H, D] q's dtype, differentiable
-  at::Tensor lse;  ///< [B, H, n], not differentiable
+  at::Tensor out;           ///< [B, n, H, D] q's dtype, differentiable
+  at::Tensor lse;           ///< [B, H, n], not differentiable
   at::Tensor out_residual;  ///< what rounding `out` lost, or undefined (ring_attention.h)
   std::shared_ptr<const index::Index> index;
   std::optional<pattern::Recall> recall;  ///< where asked for
+  /// columns = "once" was asked for, and the union of the columns is so large that they went with the shards.
+  bool columns_per_step = false;
 };
 
 struct AttentionCall {

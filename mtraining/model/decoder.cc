@@ -394,8 +394,7 @@ at::Tensor Decoder::layer(int64_t index, const LayerParameters& l, const at::Ten
   part("mlp", true);
   const at::Tensor middle = h + linear(attended, l.o_weight, l.o_bias);
   const at::Tensor y = rms_norm(middle, l.post_attention_norm, config_.rms_norm_eps);
-  const at::Tensor out =
-      middle + mlp(y, l.gate_weight, l.up_weight, l.down_weight, mlp_tile_);
+  const at::Tensor out = middle + mlp(y, l.gate_weight, l.up_weight, l.down_weight, mlp_tile_);
   part("mlp", false);
   return out;
 }

@@ -13,8 +13,7 @@ FlatParameters::FlatParameters(std::vector<Named> parameters, const ShareOptions
     : ParameterShare(std::move(parameters), options), group_(group) {
   owned_ = {{0, size_, 0}};
   master_ = storage_->zeros(size_);
-  gradient_ =
-      at::zeros({size_}, at::TensorOptions(options_.grad_dtype).device(parameter_device()));
+  gradient_ = at::zeros({size_}, at::TensorOptions(options_.grad_dtype).device(parameter_device()));
   for (size_t i = 0; i < parameters_.size(); ++i) {
     const Segment& s = segments_[i];
     at::Tensor place = master_.narrow(0, s.begin, s.size).view(value(i).sizes());
@@ -72,8 +71,8 @@ void all_reduce_buckets(at::Tensor& flat, comm::Communicator& group, int64_t buc
   comm::WorkPtr before;
   for (int64_t begin = 0; begin < flat.numel(); begin += step) {
     const int64_t count = std::min(step, flat.numel() - begin);
-    comm::WorkPtr work = group.all_reduce({data + begin * element, count * element}, type,
-                                          comm::ReduceOp::kSum);
+    comm::WorkPtr work =
+        group.all_reduce({data + begin * element, count * element}, type, comm::ReduceOp::kSum);
     if (before) before->wait();
     before = std::move(work);
   }

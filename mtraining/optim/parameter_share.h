@@ -32,9 +32,9 @@ struct OwnedRange {
 };
 
 struct ShareOptions {
-  at::ScalarType grad_dtype = at::kFloat;         ///< in which gradients are added up and sent
-  bool offload = false;                           ///< masters and moments in host memory
-  int64_t bucket_bytes = int64_t{32} << 20;       ///< of gradients that travel together
+  at::ScalarType grad_dtype = at::kFloat;    ///< in which gradients are added up and sent
+  bool offload = false;                      ///< masters and moments in host memory
+  int64_t bucket_bytes = int64_t{32} << 20;  ///< of gradients that travel together
 };
 
 class ParameterShare {

@@ -11,8 +11,8 @@ ScheduleKind parse_schedule_kind(std::string_view name) {
   for (const auto kind : {ScheduleKind::kConstant, ScheduleKind::kCosine, ScheduleKind::kLinear}) {
     if (name == to_string(kind)) return kind;
   }
-  throw InvalidArgument(
-      concat("optim.schedule: expected \"constant\", \"cosine\" or \"linear\", got \"", name, "\""));
+  throw InvalidArgument(concat(
+      "optim.schedule: expected \"constant\", \"cosine\" or \"linear\", got \"", name, "\""));
 }
 
 std::string_view to_string(ScheduleKind kind) {

@@ -44,8 +44,8 @@ ShardedParameters::ShardedParameters(std::vector<Named> parameters, comm::Commun
   for (const Bucket& bucket : buckets_) {
     for (size_t i = bucket.first; i < bucket.last; ++i) {
       const Segment& s = segments_[i];
-      at::Tensor place = values_.narrow(0, bucket.place + s.begin - bucket.begin, s.size)
-                             .view(value(i).sizes());
+      at::Tensor place =
+          values_.narrow(0, bucket.place + s.begin - bucket.begin, s.size).view(value(i).sizes());
       place.copy_(value(i).detach());
       value(i).set_data(place);
     }

@@ -37,10 +37,10 @@ class ShardedParameters : public ParameterShare {
 
  private:
   struct Bucket {
-    size_t first = 0, last = 0;     // parameter ids [first, last)
-    int64_t begin = 0, size = 0;    // in the flat vectors
-    int64_t place = 0, piece = 0;   // in values_, W pieces; a rank's piece, padded
-    int64_t offset = 0;             // of this rank's piece in master and gradient
+    size_t first = 0, last = 0;    // parameter ids [first, last)
+    int64_t begin = 0, size = 0;   // in the flat vectors
+    int64_t place = 0, piece = 0;  // in values_, W pieces; a rank's piece, padded
+    int64_t offset = 0;            // of this rank's piece in master and gradient
     size_t arrived = 0;
   };
   struct UnderWay {

@@ -17,7 +17,7 @@
 namespace mtraining::optim {
 namespace {
 
-constexpr double kClip = 0.015;  // some steps are clipped, some are not
+constexpr double kClip = 0.018;  // some steps are clipped, some are not
 
 /// Parameters of odd sizes: a tied "embedding" that is used at both ends, matrices, norms and one that is never used.
 struct Net {
@@ -35,16 +35,14 @@ struct Net {
     unused = make({5, 3});
   }
   std::vector<ParameterShare::Named> named() const {
-    return {{"embed", embed},
-            {"first", first},
-            {"norm", norm},
-            {"second", second},
-            {"unused", unused}};
+    return {
+        {"embed", embed}, {"first", first}, {"norm", norm}, {"second", second}, {"unused", unused}};
   }
   at::Tensor loss(const at::Tensor& ids, bool reversed = false) const {
     const at::Tensor x = at::embedding(embed, ids);
     // Where reversed, the parameters are first used in another order, and so get their gradients in another order.
-    const at::Tensor early = reversed ? second.sum() * 0 + norm.sum() * 0 : at::zeros({}, x.options());
+    const at::Tensor early =
+        reversed ? second.sum() * 0 + norm.sum() * 0 : at::zeros({}, x.options());
     const at::Tensor h = at::mm(at::tanh(at::mm(x, first)) * norm, second) + early;
     return at::logsumexp(at::mm(h, embed.t()), {1}).sum().to(at::kFloat);
   }
@@ -137,7 +135,7 @@ double worst(const Outcome& a, const Outcome& b) {
 TEST(ShardedParameters, TwentyStepsEqualTheUnshardedOnesForEveryBucketAndNumberOfRanks) {
   for (const int ranks : {1, 2, 3, 4}) {
     const Outcome whole = run({.ranks = ranks, .sharded = false})[0];
-    EXPECT_GT(whole.norms[0], kClip);
+    EXPECT_GT(*std::max_element(whole.norms.begin(), whole.norms.end()), kClip);
     EXPECT_LT(*std::min_element(whole.norms.begin(), whole.norms.end()), kClip);
     EXPECT_EQ(whole.norms.size(), 19u);
     for (const int64_t bucket_bytes : {4, 300, 700, 1 << 20})

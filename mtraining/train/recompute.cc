@@ -32,13 +32,12 @@ class RecomputedLayer : public torch::autograd::Function<RecomputedLayer> {
   static at::Tensor forward(AutogradContext* context, const at::Tensor& h, at::TensorList weights,
                             const c10::intrusive_ptr<LayerPass>& pass) {
     KeptAttention kept;
-    at::Tensor out =
-        pass->decoder->layer(pass->layer, pass->parameters(), h, pass->rope,
-                             [&](int64_t layer, const at::Tensor& q, const at::Tensor& k,
-                                 const at::Tensor& v) {
-                               return pass->attend.first(layer, q, k, v, kept);
-                             },
-                             pass->observe);
+    at::Tensor out = pass->decoder->layer(
+        pass->layer, pass->parameters(), h, pass->rope,
+        [&](int64_t layer, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
+          return pass->attend.first(layer, q, k, v, kept);
+        },
+        pass->observe);
     pass->index = std::move(kept.index);
     if (pass->mode == Recompute::kLayer) kept.result = {};
     variable_list saved{h, kept.result.out, kept.result.lse, kept.result.out_residual};
