@@ -32,6 +32,12 @@ bool FlatParameters::gradients_are_views() const {
   return parameter_dtype() == at::kFloat && options_.grad_dtype == at::kFloat;
 }
 
+void FlatParameters::zero_gradient() {
+  gradient_.zero_();
+  if (gradients_are_views()) return;
+  for (size_t i = 0; i < parameters_.size(); ++i) value(i).mutable_grad() = at::Tensor();
+}
+
 void FlatParameters::collect_gradient() {
   for (size_t i = 0; i < parameters_.size(); ++i) {
     const Segment& s = segments_[i];

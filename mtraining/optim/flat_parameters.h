@@ -21,6 +21,7 @@ class FlatParameters : public ParameterShare {
                           comm::Communicator* group = nullptr);
 
   bool is_sharded() const override { return false; }
+  void zero_gradient() override;
   void collect_gradient() override;
   /// Collective. Every rank ends with the same bits.
   void reduce_gradient() override;

@@ -32,8 +32,6 @@ ParameterShare::ParameterShare(std::vector<Named> parameters, const ShareOptions
   storage_ = make_optimizer_storage(parameter_device(), options_.offload);
 }
 
-void ParameterShare::zero_gradient() { gradient_.zero_(); }
-
 comm::ElementType element_type(at::ScalarType dtype) {
   MT_CHECK_SUPPORTED(dtype == at::kFloat || dtype == at::kBFloat16,
                      "parameters and gradients travel as float32 or bf16, not as ", dtype);

@@ -63,10 +63,12 @@ class ParameterShare {
   at::Tensor& gradient() { return gradient_; }
   const at::Tensor& gradient() const { return gradient_; }
 
-  void zero_gradient();
+  /// Also forgets what a backward that was given up has left.
+  virtual void zero_gradient() = 0;
   /// After each backward: takes what autograd left on the parameters. Collective where sharded.
   virtual void collect_gradient() = 0;
-  /// After the last micro-step: gradient() is the sum over all ranks and micro-steps. Collective.
+  /// After the last micro-step: gradient() is the sum over all ranks and micro-steps. Collective. A sharded one may be asked after
+  /// any micro-step, and goes on from there.
   virtual void reduce_gradient() = 0;
   /// The parameters take the master's values, on every rank. Collective where sharded.
   virtual void publish() = 0;

@@ -57,8 +57,7 @@ ShardedParameters::ShardedParameters(std::vector<Named> parameters, comm::Commun
           {bucket.begin + piece_begin, bucket.begin + piece_begin + count, bucket.offset});
     }
   }
-  arrived_.assign(parameters_.size(), false);
-  unsent_ = buckets_.size();
+  begin_backward();
   for (size_t i = 0; i < parameters_.size(); ++i) {
     torch::autograd::impl::set_post_acc_grad_hooks(value(i),
                                                    std::make_unique<ArrivalHook>(*this, i));
@@ -149,11 +148,22 @@ void ShardedParameters::finish_oldest() {
   gradient_.narrow(0, job.bucket->offset, job.bucket->piece).add_(job.received);
 }
 
+void ShardedParameters::begin_backward() {
+  for (Bucket& bucket : buckets_) bucket.arrived = 0;
+  arrived_.assign(parameters_.size(), false);
+  unsent_ = buckets_.size();
+}
+
+void ShardedParameters::zero_gradient() {
+  while (!under_way_.empty()) finish_oldest();
+  for (size_t i = 0; i < parameters_.size(); ++i) value(i).mutable_grad() = at::Tensor();
+  begin_backward();
+  gradient_.zero_();
+}
+
 void ShardedParameters::collect_gradient() {
   while (unsent_ > 0) send(buckets_[unsent_ - 1]);
-  for (Bucket& bucket : buckets_) bucket.arrived = 0;
-  arrived_.assign(arrived_.size(), false);
-  unsent_ = buckets_.size();
+  begin_backward();
 }
 
 void ShardedParameters::reduce_gradient() {

@@ -28,6 +28,8 @@ class ShardedParameters : public ParameterShare {
   ~ShardedParameters() override;
 
   bool is_sharded() const override { return true; }
+  /// All ranks must have given up a backward at the same place.
+  void zero_gradient() override;
   /// Collective: sends the buckets that backward has not completed (parameters without a gradient).
   void collect_gradient() override;
   void reduce_gradient() override;
@@ -53,6 +55,7 @@ class ShardedParameters : public ParameterShare {
   void make_buckets();
   void arrive(size_t id);
   void send_complete();
+  void begin_backward();
   void send(Bucket& bucket);
   void finish_oldest();
   at::Tensor master_piece(const Bucket& bucket) const;

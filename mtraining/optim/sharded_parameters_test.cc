@@ -236,6 +236,26 @@ TEST(ShardedParameters, ShardsCoverTheFlatVectorsOnceAndHoldTheParametersValues)
   }
 }
 
+TEST(ShardedParameters, ABackwardThatIsGivenUpLeavesNothingInTheNextStep) {
+  comm::run_loopback(2, [&](comm::Transport& transport) {
+    const auto group = transport.open("gradients", {0, 1});
+    at::Tensor a = at::ones({40}).set_requires_grad(true),
+               b = at::ones({40}).set_requires_grad(true);
+    ShardedParameters share({{"a", a}, {"b", b}}, *group, {.bucket_bytes = 160});
+    const at::Tensor early = a * 2;
+    early.register_hook([](const at::Tensor&) { throw ExternalError("given up"); });
+    EXPECT_THROW(torch::autograd::backward({(early * b).sum()}, {}), ExternalError);  // b has left
+    share.zero_gradient();
+    torch::autograd::backward({(a * 2 + b * 3).sum()}, {});
+    share.collect_gradient();
+    share.reduce_gradient();
+    for (const OwnedRange& owned : share.owned()) {
+      const at::Tensor got = share.gradient().narrow(0, owned.offset, owned.end - owned.begin);
+      EXPECT_TRUE(at::equal(got, at::full_like(got, owned.begin < 40 ? 4.0 : 6.0)));
+    }
+  });
+}
+
 TEST(ShardedParameters, GradientsAreFreedAsTheyGoAndParametersOutliveTheirShare) {
   at::Tensor p = at::ones({6, 6}).set_requires_grad(true);
   comm::run_loopback(1, [&](comm::Transport& transport) {
