@@ -79,13 +79,17 @@ struct RankSeen {
 
 double rounded(double value) { return std::round(value * 1000) / 1000; }
 
+ring::ScheduleOptions schedule_of(const RingBenchOptions& options) {
+  return {.topology = options.ring.topology,
+          .ring = options.ring.ring,
+          .inner = options.ring.inner,
+          .ring_stride = options.ring.ring_stride,
+          .prefetch_steps = options.ring.prefetch_steps};
+}
+
 Json imbalance_json(const index::Index& index, const layout::Layout& layout,
                     const RingBenchOptions& options, bool columns_once) {
-  const ring::ScheduleOptions schedule{.topology = options.ring.topology,
-                                       .ring = options.ring.ring,
-                                       .inner = options.ring.inner,
-                                       .ring_stride = options.ring.ring_stride,
-                                       .prefetch_steps = options.ring.prefetch_steps};
+  const ring::ScheduleOptions schedule = schedule_of(options);
   const sim::Imbalance imbalance = sim::measure(
       sim::step_loads(sim::count_pairs(index, layout), schedule,
                       columns_once ? sim::ColumnCost::kOnce : sim::ColumnCost::kPerStep),
@@ -93,6 +97,27 @@ Json imbalance_json(const index::Index& index, const layout::Layout& layout,
   return {{"worker", rounded(imbalance.worker)},
           {"step", rounded(imbalance.step)},
           {"lockstep", rounded(imbalance.lockstep)}};
+}
+
+/// Of K, V, dk and dv that the rank which sends most sends, forward and backward: what sim/ says.
+int64_t predicted_ring_bytes(const AttentionSizes& sizes, const layout::Layout& layout,
+                             const RingBenchOptions& options) {
+  const sim::ShardSizes shard{
+      .tokens = layout.tokens_per_rank(),
+      .num_kv_heads = sizes.num_kv_heads,
+      .head_dim = sizes.head_dim,
+      .kv_element_bytes = kernels::size_of(sizes.dtype),
+      .grad_element_bytes =
+          options.ring.gradient_transport == attention::GradientTransport::kBFloat16
+              ? 2
+              : kernels::size_of(kernels::state_dtype(sizes.dtype))};
+  const ring::ScheduleOptions schedule = schedule_of(options);
+  const auto forward = sim::ring_bytes(schedule, shard, false);
+  const auto backward = sim::ring_bytes(schedule, shard, true);
+  int64_t most = 0;
+  for (size_t rank = 0; rank < forward.size(); ++rank)
+    most = std::max(most, forward[rank].total() + backward[rank].total());
+  return most;
 }
 
 }  // namespace
@@ -113,12 +138,7 @@ std::vector<std::string> bench_ring(const RingBenchOptions& given, const Provena
   options.ring.layout.cp_size = world;
   options.ring.layout.nodes = options.ring.ring == ring::RingKind::kFlat ? 1 : topology.nodes;
   const layout::Layout layout(options.ring.layout);
-  ring::forward_schedule({.topology = topology,
-                          .ring = options.ring.ring,
-                          .inner = options.ring.inner,
-                          .ring_stride = options.ring.ring_stride,
-                          .prefetch_steps = options.ring.prefetch_steps},
-                         0);
+  ring::forward_schedule(schedule_of(options), 0);
   const AttentionInputs inputs = make_inputs(sizes, options.seed);
 
   attention::AttentionPattern pattern;
@@ -260,6 +280,7 @@ std::vector<std::string> bench_ring(const RingBenchOptions& given, const Provena
     busy_max = std::max(busy_max, busy);
   }
   row.more["bytes_by_channel"] = most;
+  row.more["predicted_ring_bytes"] = predicted_ring_bytes(sizes, layout, options);
   row.more["bytes_largest_rank"] = largest;
   row.more["bytes_all_ranks"] = total;
   row.more["buffer_bytes"] = buffers;

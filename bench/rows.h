@@ -36,10 +36,10 @@ void time_once(Times& times, const Body& body);
 
 /// Where rows come from.
 struct Provenance {
-  std::string commit;     ///< "" where it is not known
-  bool modified = false;  ///< the tree differed from that commit
-  std::string harness;    ///< digest of the running program's bytes
-  double load = 0;        ///< the machine's load average of the last minute, this program included
+  std::string commit = {};   ///< "" where it is not known
+  bool modified = false;     ///< the tree differed from that commit
+  std::string harness = {};  ///< digest of the running program's bytes
+  double load = 0;  ///< the machine's load average of the last minute, this program included
 };
 /// The tree is the one that the executable lies in; MTRAINING_COMMIT (a name) takes its place where a binary was copied elsewhere.
 Provenance provenance();
@@ -67,10 +67,10 @@ struct AttentionRow {
   std::string case_name;  ///< "attention", ..
   std::string pattern;    ///< what of the mask is computed
   Workload workload;
-  double pairs = 0;                      ///< computed, all heads and samples
-  Times forward, backward, index;        ///< empty: not measured
-  std::optional<std::string> peer = {};  ///< whose row it is, where not ours
-  Json more = Json::object();            ///< further keys
+  double pairs = 0;                               ///< computed, all heads and samples
+  Times forward = {}, backward = {}, index = {};  ///< empty: not measured
+  std::optional<std::string> peer = {};           ///< whose row it is, where not ours
+  Json more = Json::object();                     ///< further keys
 };
 /// One line, without its newline. Rates: 4 D flops a pair forward, 10 D backward, index not counted.
 std::string to_line(const AttentionRow& row, const Provenance& from);

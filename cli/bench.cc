@@ -38,6 +38,7 @@ int run_bench(int argc, char** argv) {
   MT_CHECK_ARG(!what.empty(), "bench: expected attention, ring or train, got none");
   if (what == "attention") return bench_attention(argc - 1, argv + 1);
   if (what == "ring") return bench_ring(argc - 1, argv + 1);
+  if (what == "train") return bench_train(argc - 1, argv + 1);
   throw InvalidArgument(concat("bench: expected attention, ring or train, got ", what,
                                "; nearest: ", nearest(what, known)));
 }

@@ -16,6 +16,7 @@
 #include "cli/doctor.h"
 #include "cli/inspect.h"
 #include "cli/nearest.h"
+#include "cli/plan.h"
 #include "cli/simulate.h"
 #include "cli/stop.h"
 #include "cli/train.h"
@@ -35,6 +36,8 @@ constexpr Verb kVerbs[] = {
     {"train", mtraining::cli::run_train, "trains a model over context-parallel ranks"},
     {"simulate", mtraining::cli::run_simulate,
      "predicts imbalance, bytes and time of a ring without running it"},
+    {"plan", mtraining::cli::run_plan,
+     "what a configuration needs: memory, bytes, time, best split"},
     {"bench", mtraining::cli::run_bench,
      "measures attention, the ring or train steps on this machine"},
     {"doctor", mtraining::cli::run_doctor,
@@ -45,7 +48,7 @@ constexpr Verb kVerbs[] = {
      "Hugging Face folder <-> checkpoint, and a training state for other ranks"},
 };
 /// Verbs of parts that are not built.
-constexpr const char* kLater[] = {"eval", "generate", "plan"};
+constexpr const char* kLater[] = {"eval", "generate"};
 
 constexpr const char* kExamples = R"(
 mtraining VERB --help tells more.

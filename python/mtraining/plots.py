@@ -101,3 +101,63 @@ def plot_comparison(runs: dict[str, Path], example: Path, unigram: float, out: P
     )
     figure.savefig(out, dpi=110)
     plt.close(figure)
+
+
+def plot_benchmarks(rows: list[dict], out: Path) -> None:
+    """Forward + backward + index of rows of `bench attention`, against density and against length; peers as lines of their own."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    def milliseconds(row: dict) -> float:
+        return sum(row[k] for k in ("fwd_ms", "bwd_ms", "index_ms") if row.get(k) is not None)
+
+    figure, (densities, lengths) = plt.subplots(1, 2, figsize=(11, 4.2), constrained_layout=True)
+    groups: dict[tuple, list[dict]] = {}
+    for row in rows:
+        if row.get("peer") is None and row.get("density") is not None:
+            groups.setdefault((row["seq_len"], row["dtype"], row["head_dim"]), []).append(row)
+    for (seq_len, dtype, head_dim), group in sorted(groups.items()):
+        group.sort(key=lambda row: row["density"])
+        label = f"{seq_len} tokens, {dtype}, D {head_dim}"
+        line = densities.plot(
+            [row["density"] for row in group],
+            [milliseconds(row) for row in group],
+            "o-",
+            ms=3,
+            label=label,
+        )
+        for row in rows:
+            if row.get("peer") and (row["seq_len"], row["dtype"], row["head_dim"]) == (
+                seq_len,
+                dtype,
+                head_dim,
+            ):
+                densities.axhline(
+                    milliseconds(row),
+                    ls="--",
+                    lw=0.8,
+                    color=line[0].get_color(),
+                    label=f"{row['peer']}, {label}",
+                )
+    densities.set(
+        xscale="log", yscale="log", xlabel="density", ylabel="ms, forward + backward + index"
+    )
+    by_pattern: dict[str, list[dict]] = {}
+    for row in rows:
+        by_pattern.setdefault(row.get("peer") or row["pattern"], []).append(row)
+    for name, group in sorted(by_pattern.items()):
+        group.sort(key=lambda row: row["seq_len"])
+        lengths.plot(
+            [row["seq_len"] for row in group],
+            [milliseconds(row) for row in group],
+            "o-",
+            ms=3,
+            label=name,
+        )
+    lengths.set(xscale="log", yscale="log", xlabel="tokens")
+    for axes in (densities, lengths):
+        axes.legend(fontsize=7)
+    figure.savefig(out, dpi=110)
+    plt.close(figure)

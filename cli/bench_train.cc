@@ -1,0 +1,66 @@
+#include <CLI/CLI.hpp>
+#include <cstdio>
+#include <string>
+#include <vector>
+
+#include "bench/train_bench.h"
+#include "cli/bench.h"
+#include "cli/config_file.h"
+#include "cli/parse_options.h"
+#include "mtraining/base/check.h"
+
+namespace mtraining::cli {
+
+int bench_train(int argc, char** argv) {
+  CLI::App app(
+      "Train steps of a configuration on random tokens over ranks that are threads of this "
+      "process");
+  app.name("mtraining bench train");
+  app.footer(
+      "Examples:\n"
+      "  mtraining bench train --config recipes/quickstart.toml --virtual 2x2 --steps 3\n"
+      "  mtraining bench train --config recipes/quickstart.toml --set attention.pattern=dense "
+      "--ranks 4\n");
+  std::string config, virtual_ranks;
+  std::vector<std::string> set;
+  int ranks = 1;
+  bool breakdown = false;
+  bench::TrainBenchOptions options;
+  app.add_option("--config", config, "The configuration (required); its data is not read");
+  app.add_option("--set", set, "Overrides a key: key=value")->expected(1)->take_all();
+  app.add_option("--ranks", ranks, "Ranks of one node")->capture_default_str();
+  app.add_option("--virtual", virtual_ranks, "Instead: nodes x ranks of a node");
+  app.add_option("--steps", options.steps, "Timed train steps")->capture_default_str();
+  app.add_option("--warm-up", options.warm_up, "Train steps before them")->capture_default_str();
+  app.add_flag("--breakdown", breakdown, "Also a line a part of the step");
+  if (!parse_options(app, "bench train", argc, argv)) return 0;
+  MT_CHECK_ARG(!config.empty(), "bench train: expected --config FILE, got none");
+  MT_CHECK_ARG(app.count("--ranks") == 0 || virtual_ranks.empty(),
+               "bench train: expected --ranks or --virtual, got both");
+  MT_CHECK_ARG(ranks >= 1 && ranks <= 64, "--ranks: expected a number from 1 to 64, got ", ranks);
+  options.ranks = virtual_ranks.empty() ? topology::Topology{1, ranks}
+                                        : topology::parse_topology(virtual_ranks);
+  std::vector<Override> overrides;
+  for (const std::string& text : set) {
+    const size_t equals = text.find('=');
+    MT_CHECK_ARG(equals != std::string::npos && equals > 0, "--set: expected key=value, got '",
+                 text, "'");
+    overrides.push_back({text.substr(0, equals), text.substr(equals + 1)});
+  }
+  const LoadedConfig loaded = load_config(config, overrides);
+  options.config = loaded.config;
+  const bench::Provenance from = bench::provenance();
+  std::vector<std::string> lines;
+  try {
+    lines = bench::bench_train(options, from);
+  } catch (const InvalidArgument& error) {
+    throw InvalidArgument(with_place(loaded, error.what()));
+  } catch (const Unsupported& error) {
+    throw Unsupported(with_place(loaded, error.what()));
+  }
+  if (!breakdown) lines.resize(1);
+  for (const std::string& line : lines) std::printf("%s\n", line.c_str());
+  return 0;
+}
+
+}  // namespace mtraining::cli
