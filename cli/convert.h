@@ -1,0 +1,11 @@
+// Convert: a Hugging Face folder becomes a checkpoint, a checkpoint a Hugging Face folder, a training state one of other ranks.
+//
+// In:   the command line after `mtraining`. Out: a new folder, published whole or not at all. Next: train --resume, transformers.
+#pragma once
+
+namespace mtraining::cli {
+
+/// Errors: InvalidArgument for what cannot be read or is there already; ExternalError where the disk fails.
+int run_convert(int argc, char** argv);
+
+}  // namespace mtraining::cli
