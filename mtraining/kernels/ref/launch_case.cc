@@ -83,8 +83,13 @@ std::string to_string(const LaunchOptions& o) {
 }
 
 GuardedTensor::GuardedTensor(int64_t batch, int64_t tokens, int64_t heads, int64_t head_dim,
-                             DType dtype, Memory memory, double fill)
-    : batch_(batch), tokens_(tokens), heads_(heads), head_dim_(head_dim), dtype_(dtype) {
+                             DType dtype, Memory memory, double fill, int64_t misalign)
+    : batch_(batch),
+      tokens_(tokens),
+      heads_(heads),
+      head_dim_(head_dim),
+      first_(kGuardElements + misalign),
+      dtype_(dtype) {
   const int64_t width = memory == Memory::kSlice ? 4 : 1;
   if (memory == Memory::kHeadMajor) {
     stride_token_ = head_dim;
@@ -94,7 +99,8 @@ GuardedTensor::GuardedTensor(int64_t batch, int64_t tokens, int64_t heads, int64
     stride_token_ = heads * head_dim * width;
   }
   stride_batch_ = tokens * heads * head_dim * width;
-  bytes_.assign((batch * stride_batch_ + 2 * kGuardElements) * size_of(dtype), kSentinel);
+  bytes_.assign((batch * stride_batch_ + 2 * kGuardElements + misalign) * size_of(dtype),
+                kSentinel);
   for (int64_t b = 0; b < batch; ++b) {
     for (int64_t t = 0; t < tokens; ++t) {
       for (int64_t h = 0; h < heads; ++h) {
@@ -105,8 +111,7 @@ GuardedTensor::GuardedTensor(int64_t batch, int64_t tokens, int64_t heads, int64
 }
 
 int64_t GuardedTensor::at(int64_t b, int64_t t, int64_t h, int64_t d) const {
-  return (kGuardElements + b * stride_batch_ + t * stride_token_ + h * stride_head_ + d) *
-         size_of(dtype_);
+  return (first_ + b * stride_batch_ + t * stride_token_ + h * stride_head_ + d) * size_of(dtype_);
 }
 void GuardedTensor::set(int64_t b, int64_t t, int64_t h, int64_t d, double value) {
   store(dtype_, bytes_.data() + at(b, t, h, d), value);
@@ -144,6 +149,7 @@ LaunchCase::LaunchCase(const LaunchOptions& options) : options_(options), layout
   qkv.num_kv_heads = options.num_kv_heads;
   qkv.head_dim = options.head_dim;
   qkv.seed = options.seed;
+  qkv.outlier_channel = options.outlier_channel;
   const mtraining::testing::Qkv values = mtraining::testing::make_qkv(qkv);
   const auto round = [&](const std::vector<float>& x) {
     return mtraining::testing::round_to(precision_of(options.dtype), std::span<const float>(x));
@@ -154,7 +160,9 @@ LaunchCase::LaunchCase(const LaunchOptions& options) : options_(options), layout
               .num_q_heads = options.num_q_heads,
               .num_kv_heads = options.num_kv_heads,
               .head_dim = options.head_dim};
-  problem_.softmax_scale = 1.0 / std::sqrt(static_cast<double>(options.head_dim));
+  problem_.softmax_scale = options.softmax_scale > 0
+                               ? options.softmax_scale
+                               : 1.0 / std::sqrt(static_cast<double>(options.head_dim));
   problem_.q = round(values.q);
   problem_.k = round(values.k);
   problem_.v = round(values.v);
@@ -170,14 +178,15 @@ LaunchCase::LaunchCase(const LaunchOptions& options) : options_(options), layout
   diagonals_.resize(rows);
   columns_.resize(rows);
   for (int64_t r = 0; r < rows; ++r) {
+    const double share = options.unequal_heads ? static_cast<double>(r % 4 + 1) / 4 : 1;
     for (int64_t c = 0; c < num_blocks; ++c) {
-      if (rng.uniform(draw++) < options.chosen_diagonals ||
+      if (rng.uniform(draw++) < options.chosen_diagonals * share ||
           (c == 0 && options.chosen_diagonals >= 0)) {
         diagonals_[r].push_back(static_cast<int32_t>(c));
       }
     }
     for (int64_t j = 0; j < n; ++j) {
-      if (rng.uniform(draw++) < options.chosen_columns)
+      if (rng.uniform(draw++) < options.chosen_columns * share)
         columns_[r].push_back(static_cast<int32_t>(j));
     }
   }
@@ -207,7 +216,7 @@ void LaunchCase::make_rank(int r, Rank& rank) const {
   rank.block_starts = layout_.block_starts(r);
   const DType state = state_dtype(o.dtype);
   const auto tensor = [&](int64_t heads, DType dtype, double fill) {
-    return std::make_unique<GuardedTensor>(o.batch, n, heads, d, dtype, o.memory, fill);
+    return std::make_unique<GuardedTensor>(o.batch, n, heads, d, dtype, o.memory, fill, o.misalign);
   };
   rank.q = tensor(o.num_q_heads, o.dtype, kNan);
   rank.k = tensor(o.num_kv_heads, o.dtype, kNan);
@@ -248,7 +257,35 @@ void LaunchCase::note_guard(const std::string& name, const GuardedTensor& tensor
   if (broken_guard_.empty() && !broken.empty()) broken_guard_ = name + ": " + broken;
 }
 
+namespace {
+
+class RefBackend : public Backend {
+ public:
+  void forward(const ForwardParams& params, std::span<const MemoryRange>) override {
+    ref::forward(params);
+  }
+  void backward(const BackwardParams& params, std::span<const MemoryRange>) override {
+    ref::backward(params);
+  }
+  void delta(const BackwardParams& params, const ConstView& out, void* delta,
+             std::span<const MemoryRange>) override {
+    ref::delta(params, out, delta);
+  }
+};
+
+template <typename T>
+MemoryRange range_of(const std::vector<T>& values) {
+  return {const_cast<T*>(values.data()), static_cast<int64_t>(values.size() * sizeof(T))};
+}
+
+}  // namespace
+
 mtraining::testing::Solution LaunchCase::run() {
+  RefBackend backend;
+  return run(backend);
+}
+
+mtraining::testing::Solution LaunchCase::run(Backend& backend) {
   const LaunchOptions& o = options_;
   const int world = o.layout.cp_size;
   const int64_t n = layout_.tokens_per_rank(), d = o.head_dim, heads = o.num_q_heads,
@@ -289,7 +326,8 @@ mtraining::testing::Solution LaunchCase::run() {
   }
   const bool gathered = o.columns == Columns::kGathered && num_gathered > 0;
   const auto column_tensor = [&](DType dtype, double fill) {
-    return GuardedTensor(1, std::max<int64_t>(1, num_gathered), 1, d, dtype, o.memory, fill);
+    return GuardedTensor(1, std::max<int64_t>(1, num_gathered), 1, d, dtype, o.memory, fill,
+                         o.misalign);
   };
   GuardedTensor ck = column_tensor(o.dtype, kNan), cv = column_tensor(o.dtype, kNan);
   GuardedTensor cdk = column_tensor(state_dtype(o.dtype), 0),
@@ -350,7 +388,35 @@ mtraining::testing::Solution LaunchCase::run() {
           source.dv.stride_head = 0;
       sources.push_back(source);
     }
+    std::vector<MemoryRange> memory = {range_of(bitmap_.bits),
+                                       range_of(gathered_rows),
+                                       range_of(gathered_positions),
+                                       range_of(gathered_counts),
+                                       range_of(rank.document_start),
+                                       range_of(rank.lse32),
+                                       range_of(rank.lse64),
+                                       range_of(rank.delta32),
+                                       range_of(rank.delta64),
+                                       ck.range(),
+                                       cv.range(),
+                                       cdk.range(),
+                                       cdv.range(),
+                                       rank.q->range(),
+                                       rank.dout->range(),
+                                       rank.out->range(),
+                                       rank.dq->range()};
+    if (o.expanded_dout && r > 0) memory.push_back(ranks[0].dout->range());
+    for (int s = 0; s < world; ++s) {
+      for (const MemoryRange& range :
+           {range_of(ranks[s].block_starts), range_of(blocks[s].entries),
+            range_of(blocks[s].num_entries), range_of(blocks[s].row_begin),
+            range_of(blocks[s].key_blocks), range_of(columns[s].rows),
+            range_of(columns[s].positions), range_of(columns[s].counts), ranks[s].k->range(),
+            ranks[s].v->range(), ranks[s].dk->range(), ranks[s].dv->range()})
+        memory.push_back(range);
+    }
     const auto fill = [&](AttentionParams& p) {
+      p.sm_margin = o.sm_margin;
       p.batch = o.batch;
       p.num_q_heads = heads;
       p.num_kv_heads = o.num_kv_heads;
@@ -384,7 +450,7 @@ mtraining::testing::Solution LaunchCase::run() {
       f.sources = sources.data() + s;
       f.num_sources = static_cast<int>(step);
       f.first = s == 0;
-      ref::forward(f);
+      backend.forward(f, memory);
     }
     for (int64_t b = 0; b < o.batch; ++b) {
       for (int64_t t = 0; t < n; ++t) {
@@ -419,11 +485,12 @@ mtraining::testing::Solution LaunchCase::run() {
     g.lse = lse;
     g.delta = delta;
     g.dq = rank.dq->view();
-    ref::delta(g, rank.out->const_view(), delta);
+    g.deterministic = o.deterministic;
+    backend.delta(g, rank.out->const_view(), delta, memory);
     for (size_t s = 0; s < sources.size(); s += step) {
       g.sources = sources.data() + s;
       g.num_sources = static_cast<int>(step);
-      ref::backward(g);
+      backend.backward(g, memory);
     }
     note_guard("out", *rank.out);
     note_guard("dq", *rank.dq);

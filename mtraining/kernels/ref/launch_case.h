@@ -13,6 +13,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -48,26 +49,49 @@ struct LaunchOptions {
   double chosen_diagonals =
       0.5;  ///< share, besides diagonal 0; negative: not even diagonal 0; 1: all
   double chosen_columns = 0.1;  ///< share
+  bool unequal_heads = false;   ///< a quarter, half, three quarters and all of these shares in turn
+  double outlier_channel = 0;   ///< > 0: a few channels of q and k multiplied by it
+  double softmax_scale = 0;     ///< 0: 1 / sqrt(head_dim)
+  int64_t misalign = 0;         ///< elements by which tensors are shifted in memory
+  bool deterministic = true;
+  int sm_margin = 0;
   uint64_t seed = 1;
 };
 
 std::string to_string(const LaunchOptions& options);
 
+/// Host memory that a launch may read or write.
+struct MemoryRange {
+  void* data = nullptr;
+  int64_t bytes = 0;
+};
+
+/// Who computes. Parameters point into `memory`.
+class Backend {
+ public:
+  virtual ~Backend() = default;
+  virtual void forward(const ForwardParams& params, std::span<const MemoryRange> memory) = 0;
+  virtual void backward(const BackwardParams& params, std::span<const MemoryRange> memory) = 0;
+  virtual void delta(const BackwardParams& params, const ConstView& out, void* delta,
+                     std::span<const MemoryRange> memory) = 0;
+};
+
 /// A tensor [B, S, H, D] in some memory order inside a guarded allocation.
 class GuardedTensor {
  public:
   GuardedTensor(int64_t batch, int64_t tokens, int64_t heads, int64_t head_dim, DType dtype,
-                Memory memory, double fill);
+                Memory memory, double fill, int64_t misalign = 0);
   void set(int64_t b, int64_t t, int64_t h, int64_t d, double value);
   double get(int64_t b, int64_t t, int64_t h, int64_t d) const;
   View view();
   ConstView const_view() const;
   /// Name of the first byte outside the tensor's elements that changed, or "".
   std::string broken_guard() const;
+  MemoryRange range() { return {bytes_.data(), static_cast<int64_t>(bytes_.size())}; }
 
  private:
   int64_t at(int64_t b, int64_t t, int64_t h, int64_t d) const;
-  int64_t batch_, tokens_, heads_, head_dim_, stride_batch_, stride_token_, stride_head_;
+  int64_t batch_, tokens_, heads_, head_dim_, first_, stride_batch_, stride_token_, stride_head_;
   DType dtype_;
   std::vector<uint8_t> bytes_;
 };
@@ -77,8 +101,10 @@ class LaunchCase {
   explicit LaunchCase(const LaunchOptions& options);
   const mtraining::testing::Problem& problem() const { return problem_; }
   mtraining::testing::Mask mask() const;
-  /// All ranks forward, then backward. dout of empty rows and saved out of empty rows hold NaN.
+  /// All ranks forward, then backward, on the CPU. dout of empty rows and saved out of empty rows
+  /// hold NaN.
   mtraining::testing::Solution run();
+  mtraining::testing::Solution run(Backend& backend);
   /// "" or what was overwritten.
   const std::string& broken_guard() const { return broken_guard_; }
 

@@ -1,0 +1,10 @@
+// backward, keys pass, bf16, head_dim up to 64.
+#include "mtraining/kernels/sm80/backward_keys_kernel.cuh"
+
+namespace mtraining::kernels::sm80 {
+
+cudaError_t launch_backward_keys_bf16_d64(const BackwardArgs& args, const Launch& l) {
+  return launch_backward_keys<__nv_bfloat16, 64>(args, l);
+}
+
+}  // namespace mtraining::kernels::sm80

@@ -1,0 +1,10 @@
+// backward, keys pass, fp16, head_dim up to 128.
+#include "mtraining/kernels/sm80/backward_keys_kernel.cuh"
+
+namespace mtraining::kernels::sm80 {
+
+cudaError_t launch_backward_keys_fp16_d128(const BackwardArgs& args, const Launch& l) {
+  return launch_backward_keys<__half, 128>(args, l);
+}
+
+}  // namespace mtraining::kernels::sm80

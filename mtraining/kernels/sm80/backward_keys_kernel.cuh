@@ -1,0 +1,445 @@
+// The key pass of the backward: dk and dv of 64 keys, summed over the query heads of their kv head in order; dq atomically
+// where the launch asks for it.
+//
+// In:   BackwardArgs. Out: dk, dv[, dq]. Next: one instantiation a file, backward_keys_<dtype>_d<head_dim>.cu.
+//
+// Scores are computed transposed, keys x queries, so that P^T and dS^T are left operands from registers; only for dq does dS
+// go through shared memory.
+#pragma once
+
+#include "mtraining/kernels/sm80/backward_products.cuh"
+#include "mtraining/kernels/sm80/key_list.cuh"
+#include "mtraining/kernels/sm80/launch_shared.cuh"
+
+namespace mtraining::kernels::sm80 {
+
+/// lse, delta and documents of a stage's 64 queries.
+struct alignas(16) QueryRowValues {
+  float lse[64];  // in powers of two, +inf where the row does not count
+  float delta[64];
+  int32_t document[64];
+};
+
+template <int kD>
+struct BackwardKeysShape : BackwardShape<kD> {
+  using List = KeyList<BackwardShape<kD>::kWarps>;
+  struct Memory {
+    typename List::Memory list;
+    QueryRowValues values[BackwardShape<kD>::kMaxStages];
+  };
+  static constexpr int kScoreBytes =
+      64 * 128;  // dS^T: [64 keys][64 queries], chunks permuted as in a tile
+  static constexpr int shared_bytes(int stages) {
+    return (2 + 2 * stages) * Tile<kD>::kBytes + kScoreBytes + static_cast<int>(sizeof(Memory));
+  }
+};
+
+template <typename Element, int kD>
+struct BackwardKeys {
+  using Shape = BackwardKeysShape<kD>;
+  using List = typename Shape::List;
+  const BackwardArgs& args;
+  uint32_t keys, values, walked, scores;  // shared addresses
+  typename Shape::Memory& memory;
+  List list;
+  int warp, half, lane;
+  float dk[Shape::kSummed / 2], dv[Shape::kSummed / 2];
+  int32_t position[2];  // of rows lane / 4 and 8 below, INT_MAX where there is no key
+  float next_lse = 0, next_delta = 0;  // thread r: row r of the stage on its way
+  int32_t next_document = 0;
+
+  __device__ __forceinline__ BackwardKeys(const BackwardArgs& a, char* shared)
+      : args(a),
+        keys(shared_address(shared)),
+        values(keys + Tile<kD>::kBytes),
+        walked(values + Tile<kD>::kBytes),
+        scores(walked + 2 * a.stages * Tile<kD>::kBytes),
+        memory(*reinterpret_cast<typename Shape::Memory*>(
+            shared + (2 + 2 * a.stages) * Tile<kD>::kBytes + Shape::kScoreBytes)),
+        list(a, memory.list),
+        warp(threadIdx.x / 32 % 4),
+        half(threadIdx.x / 128),
+        lane(threadIdx.x % 32) {}
+
+  // ---- stages ----
+
+  __device__ __forceinline__ uint32_t queries(int i) const {
+    return walked + i % args.stages * 2 * Tile<kD>::kBytes;
+  }
+
+  __device__ __forceinline__ void issue(int i) {
+    if (i < list.built()) {
+      const Stage stage = list.stage(i);
+      const int batch = stage.row / args.num_heads, head = stage.row % args.num_heads;
+      const QueryBounds bounds = args.bounds[int64_t{batch} * args.num_q_blocks + stage.key];
+      load_tile<kD, Shape::kThreads>(queries(i),
+                                     query_rows(args, args.q, batch, head, stage.key, bounds),
+                                     args.head_dim, args.vectors);
+      load_tile<kD, Shape::kThreads>(queries(i) + Tile<kD>::kBytes,
+                                     query_rows(args, args.dout, batch, head, stage.key, bounds),
+                                     args.head_dim, args.vectors);
+      if (threadIdx.x < 64) {
+        const int token = stage.key * 64 + static_cast<int>(threadIdx.x);
+        const bool real =
+            token < args.num_queries &&
+            bounds.first + static_cast<int>(threadIdx.x) * int64_t{args.position_stride} <=
+                bounds.last;
+        const int64_t at = int64_t{stage.row} * args.num_queries + token;
+        next_lse = real ? args.lse[at] : INFINITY;
+        next_delta = real ? args.delta[at] : 0;
+        next_document = real && args.document_start != nullptr
+                            ? args.document_start[batch * args.document_stride_batch + token]
+                            : 0;
+      }
+    }
+    copy_async_commit();
+  }
+
+  /// Waits for stage i; its rows without keys become zeros, whatever was saved for them.
+  __device__ __forceinline__ void arrive(int i) {
+    QueryRowValues& row = memory.values[i % args.stages];
+    bool empty = false;
+    if (threadIdx.x < 64) {
+      empty = next_lse == -INFINITY;
+      row.lse[threadIdx.x] = empty ? INFINITY : next_lse * 1.4426950408889634f;
+      row.delta[threadIdx.x] = empty ? 0 : next_delta;
+      row.document[threadIdx.x] = next_document;
+    }
+    copy_async_wait<0>();
+    if (!__syncthreads_or(empty)) return;
+    for (int x = threadIdx.x; x < 64 * Tile<kD>::kChunks; x += Shape::kThreads) {
+      const int r = x / Tile<kD>::kChunks;
+      if (row.lse[r] != INFINITY) continue;
+      const uint32_t at = queries(i) + x * 16;
+      store_shared_v4(at, make_uint4(0, 0, 0, 0));
+      store_shared_v4(at + Tile<kD>::kBytes, make_uint4(0, 0, 0, 0));
+    }
+    __syncthreads();
+  }
+
+  // ---- one stage ----
+
+  /// s[4 j + 2 r + e]: key 16 warp + lane / 4 + 8 r, query 8 j + 2 (lane % 4) + e.
+  __device__ __forceinline__ void mask(float (&s)[32], const Stage& stage,
+                                       const QueryRowValues& row) const {
+    const bool columns = (stage.info & kColumns) != 0, each = (stage.info & kEach) != 0;
+    bool hidden[2] = {false, false};
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      hidden[r] = position[r] == INT_MAX ||
+                  (columns && !each && diagonal_chosen(args, stage.row, stage.start, position[r]));
+    }
+#pragma unroll
+    for (int c = 0; c < 16; ++c) {
+      const int j = c / 2, e = c % 2;
+      const int query = 8 * j + 2 * (lane % 4) + e;
+      const int at = stage.start + query * args.position_stride;
+      const int document = row.document[query];
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        if (hidden[r] || position[r] > at || position[r] < document ||
+            (columns && each && diagonal_chosen(args, stage.row, at, position[r])))
+          s[4 * j + 2 * r + e] = -INFINITY;
+      }
+    }
+  }
+
+  __device__ __forceinline__ void compute(int i) {
+    const Stage stage = list.stage(i);
+    const QueryRowValues& row = memory.values[i % args.stages];
+    float s[32], dp[32];
+    two_products<Element, kD>(s, dp, Tile<kD>::left(keys, 16 * warp, lane),
+                              Tile<kD>::right(queries(i), lane),
+                              Tile<kD>::left(values, 16 * warp, lane),
+                              Tile<kD>::right(queries(i) + Tile<kD>::kBytes, lane));
+    if ((stage.info & (kMasked | kColumns)) != 0) mask(s, stage, row);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      const float2 lse = *reinterpret_cast<const float2*>(row.lse + 8 * j + 2 * (lane % 4));
+      const float2 delta = *reinterpret_cast<const float2*>(row.delta + 8 * j + 2 * (lane % 4));
+#pragma unroll
+      for (int x = 0; x < 4; ++x) {
+        float& p = s[4 * j + x];
+        p = exp2_approx(fmaf(p, args.scale_log2, x % 2 == 0 ? -lse.x : -lse.y));
+        dp[4 * j + x] = p * (dp[4 * j + x] - (x % 2 == 0 ? delta.x : delta.y));
+      }
+    }
+    uint32_t left[4][4];
+    round_rows<Element>(left, s);
+    add_product<Element, kD, Shape::kSummed>(
+        dv, left, Tile<kD>::summed(queries(i) + Tile<kD>::kBytes, lane), half * Shape::kSummed);
+    round_rows<Element>(left, dp);
+    if (args.with_dq) store_scores(left);
+    add_product<Element, kD, Shape::kSummed>(dk, left, Tile<kD>::summed(queries(i), lane),
+                                             half * Shape::kSummed);
+    if (args.with_dq) {
+      __syncthreads();
+      add_dq(stage, row);
+    }
+  }
+
+  // ---- dq ----
+
+  /// dS^T of the warp's 16 keys.
+  __device__ __forceinline__ void store_scores(const uint32_t (&left)[4][4]) const {
+    if (half > 0) return;
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+#pragma unroll
+      for (int x = 0; x < 4; ++x) {
+        const int key = 16 * warp + lane / 4 + x % 2 * 8, chunk = 2 * c + x / 2;
+        store_shared_u32(scores + key * 128 + ((chunk ^ (key % 8)) << 4) + lane % 4 * 4,
+                         left[c][x]);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void add_dq(const Stage& stage, const QueryRowValues& row) const {
+    float dq[Shape::kSummed / 2];
+#pragma unroll
+    for (int x = 0; x < Shape::kSummed / 2; ++x) dq[x] = 0;
+    uint32_t left[4][4];
+    const int key = lane / 16 * 8 + lane % 8, chunk = 2 * warp + lane / 8 % 2;
+#pragma unroll
+    for (int c = 0; c < 4; ++c)
+      load_matrices_transposed(scores + (16 * c + key) * 128 + ((chunk ^ (lane % 8)) << 4),
+                               left[c]);
+    add_product<Element, kD, Shape::kSummed>(dq, left, Tile<kD>::summed(keys, lane),
+                                             half * Shape::kSummed);
+    const int64_t batch = stage.row / args.num_heads, head = stage.row % args.num_heads;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int inside = 16 * warp + lane / 4 + 8 * r;
+      if (row.lse[inside] == INFINITY) continue;
+      const int64_t token = stage.key * 64 + inside;
+      float* at = args.dq.data + batch * args.dq.stride_batch + token * args.dq.stride_token +
+                  head * args.dq.stride_head + half * Shape::kSummed + 2 * (lane % 4);
+#pragma unroll
+      for (int j = 0; j < Shape::kSummed / 8; ++j) {
+        if (half * Shape::kSummed + 8 * j >= args.head_dim) break;
+        add_pair(at + 8 * j, dq[4 * j + 2 * r] * args.scale, dq[4 * j + 2 * r + 1] * args.scale,
+                 args.vector_dq);
+      }
+    }
+  }
+
+  __device__ __forceinline__ static void add_pair(float* at, float x, float y, bool aligned) {
+#if __CUDA_ARCH__ >= 900
+    if (aligned) {
+      atomicAdd(reinterpret_cast<float2*>(at), make_float2(x, y));
+      return;
+    }
+#endif
+    atomicAdd(at, x);
+    atomicAdd(at + 1, y);
+  }
+
+  // ---- items ----
+
+  /// What item `item` is; false: nothing.
+  __device__ __forceinline__ bool find_tile(int item, KeyTile& tile, int& turn_of,
+                                            int& turn) const {
+    const int groups = args.batch * args.num_kv_heads;
+    if (item < args.num_column_items) {
+      int rest = item % args.column_tiles_all;
+      turn = item / args.column_tiles_all;
+      int s = 0;
+      while (rest >= args.column_tiles[s] * groups) rest -= args.column_tiles[s++] * groups;
+      const int group = rest / args.column_tiles[s];
+      const SourceArgs& source = args.sources[s];
+      tile.source = s;
+      tile.columns = true;
+      tile.first = rest % args.column_tiles[s] * 64;
+      tile.row = group * args.heads_per_kv_head + turn / args.num_chunks;
+      tile.num_rows = 1;
+      const int count = source.column_counts[tile.row];
+      tile.keys = min(64, count - tile.first);
+      if (tile.keys <= 0) return false;
+      const int32_t* positions =
+          source.column_positions + tile.row * source.column_capacity + tile.first;
+      tile.start = positions[0];
+      tile.last = positions[tile.keys - 1];
+      tile.begin = turn % args.num_chunks * args.chunk_blocks;
+      tile.end = min(args.num_q_blocks, tile.begin + args.chunk_blocks);
+      turn_of = s * groups + group;
+      return true;
+    }
+    item -= args.num_column_items;
+    const int rest = item % (args.num_sources * groups);
+    const int group = rest % groups;
+    tile.source = rest / groups;
+    tile.columns = false;
+    tile.first = item / (args.num_sources * groups);
+    const SourceArgs& source = args.sources[tile.source];
+    if (source.block_starts == nullptr || tile.first >= source.num_blocks) return false;
+    tile.row = group * args.heads_per_kv_head;
+    tile.num_rows = args.heads_per_kv_head;
+    tile.keys = min(64, source.num_keys - tile.first * 64);
+    tile.start = source.block_starts[tile.first];
+    tile.last = tile.start + (tile.keys - 1) * args.position_stride;
+    tile.begin = 0;
+    tile.end = args.num_q_blocks;
+    return true;
+  }
+
+  /// Rows of k (v) of the tile.
+  __device__ __forceinline__ TileRows tile_rows(const KeyTile& tile, bool of_values) const {
+    const SourceArgs& source = args.sources[tile.source];
+    const Rows& rows = of_values ? source.v : source.k;
+    const char* head = head_of(rows, tile.row / args.num_heads,
+                               tile.row % args.num_heads / args.heads_per_kv_head);
+    if (tile.columns)
+      return {head,
+              rows.stride_token,
+              source.column_rows + tile.row * source.column_capacity + tile.first,
+              0,
+              tile.keys,
+              0,
+              0,
+              0,
+              0};
+    return {head,       rows.stride_token,    nullptr, tile.first * 64, tile.keys,
+            tile.start, args.position_stride, 0,       args.seq_len - 1};
+  }
+
+  __device__ __forceinline__ void store_rows(const FloatRows& rows,
+                                             const float (&sum)[Shape::kSummed / 2], float scale,
+                                             const KeyTile& tile) const {
+    const SourceArgs& source = args.sources[tile.source];
+    const int64_t batch = tile.row / args.num_heads,
+                  kv_head = tile.row % args.num_heads / args.heads_per_kv_head;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int inside = 16 * warp + lane / 4 + 8 * r;
+      if (inside >= tile.keys) continue;
+      const int64_t token =
+          tile.columns ? source.column_rows[tile.row * source.column_capacity + tile.first + inside]
+                       : tile.first * 64 + inside;
+      float* at = rows.data + batch * rows.stride_batch + token * rows.stride_token +
+                  kv_head * rows.stride_head + half * Shape::kSummed + 2 * (lane % 4);
+#pragma unroll
+      for (int j = 0; j < Shape::kSummed / 8; ++j) {
+        if (half * Shape::kSummed + 8 * j >= args.head_dim) break;
+        const float x = sum[4 * j + 2 * r] * scale, y = sum[4 * j + 2 * r + 1] * scale;
+        if (args.deterministic) {
+          // Past L1: other SMs have added before.
+          __stcg(at + 8 * j, __ldcg(at + 8 * j) + x);
+          __stcg(at + 8 * j + 1, __ldcg(at + 8 * j + 1) + y);
+        } else {
+          atomicAdd(at + 8 * j, x);
+          atomicAdd(at + 8 * j + 1, y);
+        }
+      }
+    }
+  }
+
+  /// Waits until all column tiles of earlier turns have been added.
+  __device__ __forceinline__ void wait_for_turn(const KeyTile& tile, int turn_of, int turn) const {
+    if (threadIdx.x == 0) {
+      const SourceArgs& source = args.sources[tile.source];
+      const int first_row = tile.row - turn / args.num_chunks;
+      int before = 0;
+      for (int g = 0; g <= turn / args.num_chunks; ++g) {
+        const int tiles = (source.column_counts[first_row + g] + 63) / 64;
+        before += tiles * (first_row + g < tile.row ? args.num_chunks : turn % args.num_chunks);
+      }
+      volatile int32_t* added = args.turns + turn_of;
+      while (*added < before) __nanosleep(200);
+      __threadfence();
+    }
+    __syncthreads();
+  }
+  __device__ __forceinline__ void end_turn(int turn_of) const {
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) atomicAdd(args.turns + turn_of, 1);
+  }
+
+  __device__ __forceinline__ void run_item(int item) {
+    KeyTile tile;
+    int turn_of = 0, turn = 0;
+    if (!find_tile(item, tile, turn_of, turn)) return;
+    list.begin(tile);
+    list.refill(0, args.stages);
+    if (list.built() > 0) {
+      load_tile<kD, Shape::kThreads>(keys, tile_rows(tile, false), args.head_dim, args.vectors);
+      load_tile<kD, Shape::kThreads>(values, tile_rows(tile, true), args.head_dim, args.vectors);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int inside = 16 * warp + lane / 4 + 8 * r;
+        position[r] = INT_MAX;
+        if (inside < tile.keys) {
+          const SourceArgs& source = args.sources[tile.source];
+          position[r] =
+              tile.columns
+                  ? source.column_positions[tile.row * source.column_capacity + tile.first + inside]
+                  : tile.start + inside * args.position_stride;
+        }
+      }
+#pragma unroll
+      for (int x = 0; x < Shape::kSummed / 2; ++x) dk[x] = dv[x] = 0;
+      if (args.stages > 1) issue(0);
+      for (int i = 0;; ++i) {
+        list.refill(i, args.stages);
+        if (i >= list.built()) break;
+        if (args.stages > 1) {
+          arrive(i);
+          issue(i + 1);
+        } else {
+          __syncthreads();
+          issue(i);
+          arrive(i);
+        }
+        compute(i);
+      }
+      copy_async_wait<0>();
+    }
+    const bool turns = args.deterministic && tile.columns;
+    if (turns) wait_for_turn(tile, turn_of, turn);
+    if (list.built() > 0) {
+      store_rows(args.dk[tile.source], dk, args.scale, tile);
+      store_rows(args.dv[tile.source], dv, 1, tile);
+    }
+    if (turns) end_turn(turn_of);
+  }
+
+  __device__ __forceinline__ void run() {
+    int taken = 0;
+    if (threadIdx.x == 0) taken = atomicAdd(args.next_item, 1);
+    for (;;) {
+      __syncthreads();
+      if (threadIdx.x == 0) {
+        memory.list.item = taken;
+        // Not earlier in deterministic launches: an item must not wait for one that nobody works on yet.
+        if (!args.deterministic) taken = atomicAdd(args.next_item, 1);
+      }
+      __syncthreads();
+      const int item = memory.list.item;
+      if (item >= args.num_items) return;
+      run_item(args.first_item + item);
+      if (args.deterministic && threadIdx.x == 0) taken = atomicAdd(args.next_item, 1);
+    }
+  }
+};
+
+template <typename Element, int kD>
+__global__ void __launch_bounds__(BackwardShape<kD>::kThreads, BackwardShape<kD>::kBlocksPerSm)
+    backward_keys_kernel(const __grid_constant__ BackwardArgs args) {
+  extern __shared__ __align__(1024) char memory[];
+  BackwardKeys<Element, kD> pass(args, memory);
+  pass.run();
+}
+
+template <typename Element, int kD>
+cudaError_t launch_backward_keys(const BackwardArgs& args, const Launch& l) {
+  static std::atomic<uint64_t> ready{0};  // bit per device
+  const cudaError_t error = allow_shared_memory(backward_keys_kernel<Element, kD>, ready);
+  if (error != cudaSuccess) return error;
+  // clang-format off
+  backward_keys_kernel<Element, kD>
+      <<<l.blocks, BackwardShape<kD>::kThreads, l.shared_bytes, l.stream>>>(args);
+  // clang-format on
+  return cudaGetLastError();
+}
+
+}  // namespace mtraining::kernels::sm80

@@ -1,0 +1,203 @@
+// The query pass of the backward: dq of one query block of a head, summed over all its keys in one order.
+//
+// In:   BackwardArgs. Out: dq. Next: one instantiation a file, backward_queries_<dtype>_d<head_dim>.cu.
+#pragma once
+
+#include "mtraining/kernels/sm80/backward_products.cuh"
+#include "mtraining/kernels/sm80/launch_shared.cuh"
+#include "mtraining/kernels/sm80/query_list.cuh"
+#include "mtraining/kernels/sm80/query_scores.cuh"
+
+namespace mtraining::kernels::sm80 {
+
+template <int kD>
+struct BackwardQueriesShape : BackwardShape<kD> {
+  using List = QueryList<1, BackwardShape<kD>::kWarps>;
+  static constexpr int shared_bytes(int stages) {
+    return (2 + 2 * stages) * Tile<kD>::kBytes + static_cast<int>(sizeof(typename List::Memory));
+  }
+};
+
+template <typename Element, int kD>
+struct BackwardQueries {
+  using Shape = BackwardQueriesShape<kD>;
+  using List = typename Shape::List;
+  const BackwardArgs& args;
+  uint32_t queries, douts, walked;  // shared addresses
+  List list;
+  int warp, half, lane;
+  int row = 0, q_block = 0;
+  float dq[Shape::kSummed / 2];
+  float lse[2],
+      delta[2];  // of rows lane / 4 and 8 below; lse in powers of two, +inf where the row is empty
+
+  __device__ __forceinline__ BackwardQueries(const BackwardArgs& a, char* memory)
+      : args(a),
+        queries(shared_address(memory)),
+        douts(queries + Tile<kD>::kBytes),
+        walked(douts + Tile<kD>::kBytes),
+        list(a, *reinterpret_cast<typename List::Memory*>(memory +
+                                                          (2 + 2 * a.stages) * Tile<kD>::kBytes)),
+        warp(threadIdx.x / 32 % 4),
+        half(threadIdx.x / 128),
+        lane(threadIdx.x % 32) {}
+
+  __device__ __forceinline__ uint32_t keys(int i) const {
+    return walked + i % args.stages * 2 * Tile<kD>::kBytes;
+  }
+
+  __device__ __forceinline__ void issue(int i) {
+    if (i < list.built()) {
+      const Stage& stage = list.stage(i);
+      load_tile<kD, Shape::kThreads>(keys(i), list.tile_rows(stage, false), args.head_dim,
+                                     args.vectors);
+      load_tile<kD, Shape::kThreads>(keys(i) + Tile<kD>::kBytes, list.tile_rows(stage, true),
+                                     args.head_dim, args.vectors);
+    }
+    copy_async_commit();
+  }
+
+  __device__ __forceinline__ void begin_item() {
+    list.begin(row, q_block);
+    const int batch = row / args.num_heads, head = row % args.num_heads;
+    const QueryBounds bounds = list.bounds(0);
+    load_tile<kD, Shape::kThreads>(queries, query_rows(args, args.q, batch, head, q_block, bounds),
+                                   args.head_dim, args.vectors);
+    load_tile<kD, Shape::kThreads>(douts, query_rows(args, args.dout, batch, head, q_block, bounds),
+                                   args.head_dim, args.vectors);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int inside = 16 * warp + lane / 4 + 8 * r;
+      const int token = q_block * 64 + inside;
+      lse[r] = -INFINITY;
+      delta[r] = 0;
+      if (token < args.num_queries &&
+          bounds.first + inside * int64_t{args.position_stride} <= bounds.last) {
+        const int64_t at = int64_t{row} * args.num_queries + token;
+        lse[r] = args.lse[at] * 1.4426950408889634f;
+        delta[r] = args.delta[at];
+      }
+      if (lse[r] == -INFINITY) {
+        lse[r] = INFINITY;
+        delta[r] = 0;
+      }
+    }
+#pragma unroll
+    for (int x = 0; x < Shape::kSummed / 2; ++x) dq[x] = 0;
+  }
+
+  __device__ __forceinline__ void compute(int i) {
+    float s[32], dp[32];
+    two_products<Element, kD>(
+        s, dp, Tile<kD>::left(queries, 16 * warp, lane), Tile<kD>::right(keys(i), lane),
+        Tile<kD>::left(douts, 16 * warp, lane), Tile<kD>::right(keys(i) + Tile<kD>::kBytes, lane));
+    if ((list.stage(i).info & kMasked) != 0) mask_scores(s, args, list, i, 0, q_block, warp, lane);
+#pragma unroll
+    for (int x = 0; x < 32; ++x) {
+      const int r = x / 2 % 2;
+      const float p = exp2_approx(fmaf(s[x], args.scale_log2, -lse[r]));
+      s[x] = p * (dp[x] - delta[r]);
+    }
+    uint32_t ds[4][4];
+    round_rows<Element>(ds, s);
+    add_product<Element, kD, Shape::kSummed>(dq, ds, Tile<kD>::summed(keys(i), lane),
+                                             half * Shape::kSummed);
+  }
+
+  __device__ __forceinline__ void store() {
+    const int64_t batch = row / args.num_heads, head = row % args.num_heads;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      if (lse[r] == INFINITY) continue;
+      const int64_t token = q_block * 64 + 16 * warp + lane / 4 + 8 * r;
+      float* at = args.dq.data + batch * args.dq.stride_batch + token * args.dq.stride_token +
+                  head * args.dq.stride_head + half * Shape::kSummed + 2 * (lane % 4);
+#pragma unroll
+      for (int j = 0; j < Shape::kSummed / 8; ++j) {
+        if (half * Shape::kSummed + 8 * j >= args.head_dim) break;
+        const float x = dq[4 * j + 2 * r] * args.scale, y = dq[4 * j + 2 * r + 1] * args.scale;
+        if (args.vector_dq) {
+          auto* pair = reinterpret_cast<float2*>(at + 8 * j);
+          const float2 before = *pair;
+          *pair = make_float2(before.x + x, before.y + y);
+        } else {
+          at[8 * j] += x;
+          at[8 * j + 1] += y;
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void run_item() {
+    begin_item();
+    list.refill(0, args.stages);
+    if (list.built() == 0) {
+      copy_async_wait<0>();
+      return;
+    }
+    if (args.stages > 1) issue(0);
+    for (int i = 0;; ++i) {
+      list.refill(i, args.stages);
+      if (i >= list.built()) break;
+      if (args.stages > 1) {
+        copy_async_wait<0>();
+        __syncthreads();
+        issue(i + 1);
+      } else {
+        __syncthreads();
+        issue(i);
+        copy_async_wait<0>();
+        __syncthreads();
+      }
+      compute(i);
+    }
+    store();
+    copy_async_wait<0>();
+  }
+
+  __device__ __forceinline__ void run(int32_t* shared_item) {
+    int taken = 0;
+    if (threadIdx.x == 0) taken = atomicAdd(args.next_item, 1);
+    for (;;) {
+      __syncthreads();
+      if (threadIdx.x == 0) {
+        *shared_item = taken;
+        taken = atomicAdd(args.next_item, 1);
+      }
+      __syncthreads();
+      const int item = *shared_item;
+      if (item >= args.num_rows * args.num_q_blocks) return;
+      // Heads of a kv head together, the last query blocks first.
+      const int group = args.heads_per_kv_head;
+      const int inside = item % (group * args.num_q_blocks);
+      row = item / (group * args.num_q_blocks) * group + inside % group;
+      q_block = args.num_q_blocks - 1 - inside / group;
+      run_item();
+    }
+  }
+};
+
+template <typename Element, int kD>
+__global__ void __launch_bounds__(BackwardShape<kD>::kThreads, BackwardShape<kD>::kBlocksPerSm)
+    backward_queries_kernel(const __grid_constant__ BackwardArgs args) {
+  extern __shared__ __align__(1024) char memory[];
+  using List = typename BackwardQueriesShape<kD>::List;
+  auto* list =
+      reinterpret_cast<typename List::Memory*>(memory + (2 + 2 * args.stages) * Tile<kD>::kBytes);
+  BackwardQueries<Element, kD> pass(args, memory);
+  pass.run(&list->item);
+}
+
+template <typename Element, int kD>
+cudaError_t launch_backward_queries(const BackwardArgs& args, const Launch& l) {
+  static std::atomic<uint64_t> ready{0};  // bit per device
+  const cudaError_t error = allow_shared_memory(backward_queries_kernel<Element, kD>, ready);
+  if (error != cudaSuccess) return error;
+  // clang-format off
+  backward_queries_kernel<Element, kD>
+      <<<l.blocks, BackwardShape<kD>::kThreads, l.shared_bytes, l.stream>>>(args);
+  // clang-format on
+  return cudaGetLastError();
+}
+
+}  // namespace mtraining::kernels::sm80

@@ -1,0 +1,361 @@
+// The forward kernel: a thread block takes items (one or two neighbouring query blocks of a head) until the queue is empty.
+//
+// In:   ForwardArgs. Out: out, lse. Next: one instantiation a file, forward_<dtype>_d<head_dim>.cu.
+//
+// Four warps; a warp has 16 rows of each query block, so keys and values read for one serve the other too. Tiles of keys and
+// values come through a ring of slots: while one is computed with, the others are on their way. Sums are rescaled only where a
+// row's maximum rises.
+#pragma once
+
+#include "mtraining/kernels/sm80/launch_shared.cuh"
+#include "mtraining/kernels/sm80/query_list.cuh"
+#include "mtraining/kernels/sm80/query_scores.cuh"
+#include "mtraining/kernels/sm80/tile.cuh"
+
+namespace mtraining::kernels::sm80 {
+
+template <int kD>
+struct ForwardShape {
+  static constexpr int kWarps = 4;
+  static constexpr int kThreads = 32 * kWarps;
+  static constexpr int kGroups = kD > 128 ? 1 : 2;  // query blocks of an item
+  static constexpr int kBlocksPerSm = 2;
+  static constexpr int kMinSlots = 2, kMaxSlots = 4;
+  using List = QueryList<kGroups, kWarps>;
+  static constexpr int shared_bytes(int slots) {
+    return (kGroups + slots) * Tile<kD>::kBytes + static_cast<int>(sizeof(typename List::Memory));
+  }
+};
+
+template <typename Element, int kD>
+struct Forward {
+  using Shape = ForwardShape<kD>;
+  using List = typename Shape::List;
+  static constexpr int kGroups = Shape::kGroups;
+  static constexpr int kRowBytes = Tile<kD>::kRowBytes;
+  const ForwardArgs& args;
+  uint32_t queries, ring;  // shared addresses
+  List list;
+  int warp, lane;
+  // of the item
+  int row = 0, q_block = 0;
+  float o[kGroups][kD / 2];
+  float row_max[kGroups][2], row_sum[kGroups][2];
+  // of the ring: tiles issued; slots of the next tile to issue and to use
+  int issued = 0, slot_in = 0, slot_out = 0;
+
+  __device__ __forceinline__ Forward(const ForwardArgs& a, char* memory)
+      : args(a),
+        queries(shared_address(memory)),
+        ring(queries + kGroups * Tile<kD>::kBytes),
+        list(a, *reinterpret_cast<typename List::Memory*>(memory +
+                                                          (kGroups + a.slots) * Tile<kD>::kBytes)),
+        warp(threadIdx.x / 32),
+        lane(threadIdx.x % 32) {}
+
+  // ---- ring ----
+
+  /// Starts the copy of the next tile: keys, values, keys, ... of the stages in order.
+  __device__ __forceinline__ void issue() {
+    const int i = issued / 2;
+    if (i < list.built()) {
+      load_tile<kD, Shape::kThreads>(ring + slot_in * Tile<kD>::kBytes,
+                                     list.tile_rows(list.stage(i), issued % 2 == 1), args.head_dim,
+                                     args.vectors);
+    }
+    copy_async_commit();
+    ++issued;
+    if (++slot_in == args.slots) slot_in = 0;
+  }
+
+  /// Waits for the next tile, starts the copy of another into the slot of the one before; returns its address.
+  __device__ __forceinline__ uint32_t next_tile() {
+    if (args.slots == 4)
+      copy_async_wait<2>();
+    else if (args.slots == 3)
+      copy_async_wait<1>();
+    else
+      copy_async_wait<0>();
+    __syncthreads();
+    issue();
+    const uint32_t tile = ring + slot_out * Tile<kD>::kBytes;
+    if (++slot_out == args.slots) slot_out = 0;
+    return tile;
+  }
+
+  // ---- products ----
+
+  template <bool kFirst, bool kSecond>
+  __device__ __forceinline__ void scores(float (&s)[kGroups][32], uint32_t keys) const {
+    const uint32_t right = Tile<kD>::right(keys, lane);
+    const uint32_t left = Tile<kD>::left(queries, 16 * warp, lane);
+#pragma unroll
+    for (int g = 0; g < kGroups; ++g) {
+#pragma unroll
+      for (int x = 0; x < 32; ++x) {
+        if (g == 0 ? kFirst : kSecond) s[g][x] = 0;
+      }
+    }
+#pragma unroll
+    for (int c = 0; c < kD / 16; ++c) {
+      uint32_t q[kGroups][4];
+      if constexpr (kFirst) load_matrices(left ^ (c * 32), q[0]);
+      if constexpr (kSecond) load_matrices((left ^ (c * 32)) + Tile<kD>::kBytes, q[kGroups - 1]);
+#pragma unroll
+      for (int n = 0; n < 4; ++n) {
+        uint32_t k[4];
+        load_matrices((right ^ (c * 32)) + n * 16 * kRowBytes, k);
+#pragma unroll
+        for (int g = 0; g < kGroups; ++g) {
+          if (g == 0 ? kFirst : kSecond) {
+            multiply<Element>(s[g] + 8 * n, q[g], k[0], k[1]);
+            multiply<Element>(s[g] + 8 * n + 4, q[g], k[2], k[3]);
+          }
+        }
+      }
+    }
+  }
+
+  template <bool kFirst, bool kSecond>
+  __device__ __forceinline__ void output(const float (&s)[kGroups][32], uint32_t values) {
+    const uint32_t right = Tile<kD>::summed(values, lane);
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+      uint32_t p[kGroups][4];
+#pragma unroll
+      for (int g = 0; g < kGroups; ++g) {
+        if (g == 0 ? kFirst : kSecond) {
+#pragma unroll
+          for (int x = 0; x < 4; ++x)
+            p[g][x] = pack<Element>(s[g][8 * c + 2 * x], s[g][8 * c + 2 * x + 1]);
+        }
+      }
+#pragma unroll
+      for (int d = 0; d < kD / 16; ++d) {
+        uint32_t v[4];
+        load_matrices_transposed((right ^ (d * 32)) + c * 16 * kRowBytes, v);
+#pragma unroll
+        for (int g = 0; g < kGroups; ++g) {
+          if (g == 0 ? kFirst : kSecond) {
+            multiply<Element>(o[g] + 8 * d, p[g], v[0], v[1]);
+            multiply<Element>(o[g] + 8 * d + 4, p[g], v[2], v[3]);
+          }
+        }
+      }
+    }
+  }
+
+  // ---- softmax ----
+
+  /// Scores to probabilities relative to the row maxima so far. A row's largest probability is exactly 1: where one key has nearly
+  /// all the weight, rounding it would leave more in out than the gradients of such a row are large.
+  template <int kGroup>
+  __device__ __forceinline__ void probabilities(float (&s)[32], int i, uint32_t info) {
+    if ((info & (kMasked << kGroup)) != 0)
+      mask_scores(s, args, list, i, kGroup, q_block + kGroup, warp, lane);
+    float(&most)[2] = row_max[kGroup];
+    float top[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float t[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        t[j] = fmaxf(fmaxf(s[4 * j + 2 * r], s[4 * j + 2 * r + 1]), s[4 * j + 16 + 2 * r]);
+        t[j] = fmaxf(t[j], s[4 * j + 16 + 2 * r + 1]);
+      }
+      top[r] = fmaxf(fmaxf(t[0], t[1]), fmaxf(t[2], t[3]));
+    }
+    if (__any_sync(~0u, top[0] > most[0] || top[1] > most[1])) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        float highest = fmaxf(top[r], __shfl_xor_sync(~0u, top[r], 1));
+        highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, 2));
+        if (highest > most[r]) {
+          const float rescale = exp2_approx((most[r] - highest) * args.scale_log2);
+          most[r] = highest;
+          row_sum[kGroup][r] *= rescale;
+#pragma unroll
+          for (int j = 0; j < kD / 8; ++j) {
+            o[kGroup][4 * j + 2 * r] *= rescale;
+            o[kGroup][4 * j + 2 * r + 1] *= rescale;
+          }
+        }
+      }
+    }
+    const float shift[2] = {most[0] == -INFINITY ? 0 : most[0] * args.scale_log2,
+                            most[1] == -INFINITY ? 0 : most[1] * args.scale_log2};
+    float sum[4] = {0, 0, 0, 0};
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+#pragma unroll
+      for (int x = 0; x < 4; ++x) {
+        float& p = s[4 * j + x];
+        p = exp2_approx(fmaf(p, args.scale_log2, -shift[x / 2]));
+        sum[x] += p;
+      }
+    }
+    row_sum[kGroup][0] += sum[0] + sum[1];
+    row_sum[kGroup][1] += sum[2] + sum[3];
+  }
+
+  // ---- items ----
+
+  __device__ __forceinline__ void write_pair(float* at, float x, float y) const {
+    if (args.vector_out) {
+      __stcs(reinterpret_cast<float2*>(at), make_float2(x, y));
+    } else {
+      at[0] = x;
+      at[1] = y;
+    }
+  }
+
+  template <int kGroup>
+  __device__ __forceinline__ void store() {
+    const int64_t batch = row / args.num_heads, head = row % args.num_heads;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float sum = row_sum[kGroup][r];
+      sum += __shfl_xor_sync(~0u, sum, 1);
+      sum += __shfl_xor_sync(~0u, sum, 2);
+      const int inside = 16 * warp + lane / 4 + 8 * r;
+      const int token = (q_block + kGroup) * 64 + inside;
+      if (token >= args.num_queries) continue;
+      const QueryBounds& bounds = list.bounds(kGroup);
+      const bool none =
+          !(sum > 0) || bounds.first + inside * int64_t{args.position_stride} > bounds.last;
+      const float lse = (row_max[kGroup][r] * args.scale_log2 + log2f(sum)) * 0.69314718055994531f;
+      float* lse_at = args.lse + int64_t{row} * args.num_queries + token;
+      float* out_at = args.out.data + batch * args.out.stride_batch +
+                      token * args.out.stride_token + head * args.out.stride_head + 2 * (lane % 4);
+      float factor = none ? 0.0f : 1.0f / sum, factor_before = 0, after = none ? -INFINITY : lse;
+      bool merged = false;
+      if (!args.first) {
+        if (none) continue;
+        const float before = *lse_at;
+        if (before != -INFINITY) {
+          const float top = fmaxf(lse, before);
+          const float weight = expf(lse - top), weight_before = expf(before - top);
+          const float total = weight + weight_before;
+          factor = weight / total / sum;
+          factor_before = weight_before / total;
+          after = top + logf(total);
+          merged = true;
+        }
+      }
+#pragma unroll
+      for (int j = 0; j < kD / 8; ++j) {
+        if (8 * j >= args.head_dim) break;
+        float x = none ? 0.0f : o[kGroup][4 * j + 2 * r] * factor;
+        float y = none ? 0.0f : o[kGroup][4 * j + 2 * r + 1] * factor;
+        float* at = out_at + 8 * j;
+        if (merged) {
+          x = fmaf(at[0], factor_before, x);
+          y = fmaf(at[1], factor_before, y);
+        }
+        write_pair(at, x, y);
+      }
+      __syncwarp(0xFu << (lane & 28));  // the four lanes of the row have read it
+      if (lane % 4 == 0) *lse_at = after;
+    }
+  }
+
+  __device__ __forceinline__ void begin_item() {
+    list.begin(row, q_block);
+#pragma unroll
+    for (int g = 0; g < kGroups; ++g) {
+      load_tile<kD, Shape::kThreads>(queries + g * Tile<kD>::kBytes,
+                                     query_rows(args, args.q, row / args.num_heads,
+                                                row % args.num_heads, q_block + g, list.bounds(g)),
+                                     args.head_dim, args.vectors);
+#pragma unroll
+      for (int x = 0; x < kD / 2; ++x) o[g][x] = 0;
+      row_max[g][0] = row_max[g][1] = -INFINITY;
+      row_sum[g][0] = row_sum[g][1] = 0;
+    }
+    issued = slot_in = slot_out = 0;
+  }
+
+  __device__ __forceinline__ void run_item() {
+    constexpr int kAhead = (Shape::kMaxSlots + 1) / 2;
+    constexpr int kLast = kGroups - 1;
+    begin_item();
+    list.refill(0, kAhead);
+    for (int t = 0; t < args.slots - 1; ++t) issue();
+    for (int i = 0;; ++i) {
+      list.refill(i, kAhead);
+      if (i >= list.built()) break;
+      const uint32_t info = list.stage(i).info;
+      const bool both = kGroups > 1 && (info / kNeeded & 3) == 3;
+      const bool first = (info & kNeeded) != 0;
+      float s[kGroups][32];
+      const uint32_t keys = next_tile();
+      if (both)
+        scores<true, kGroups == 2>(s, keys);
+      else if (first)
+        scores<true, false>(s, keys);
+      else
+        scores<false, kGroups == 2>(s, keys);
+      const uint32_t values = next_tile();
+      if (both) {
+        probabilities<0>(s[0], i, info);
+        probabilities<kLast>(s[kLast], i, info);
+        output<true, kGroups == 2>(s, values);
+      } else if (first) {
+        probabilities<0>(s[0], i, info);
+        output<true, false>(s, values);
+      } else if constexpr (kGroups == 2) {
+        probabilities<kLast>(s[kLast], i, info);
+        output<false, true>(s, values);
+      }
+    }
+    store<0>();
+    if constexpr (kGroups == 2) store<1>();
+    copy_async_wait<0>();
+  }
+
+  /// Rows of a group together, its last query blocks, which have the most keys, first.
+  __device__ __forceinline__ void run(int32_t* shared_item) {
+    const int sets = (args.num_q_blocks + kGroups - 1) / kGroups;
+    int taken = 0;
+    if (threadIdx.x == 0) taken = atomicAdd(args.next_item, 1);
+    for (;;) {
+      __syncthreads();
+      if (threadIdx.x == 0) {
+        *shared_item = taken;
+        taken = atomicAdd(args.next_item, 1);  // early: its latency hides behind the item
+      }
+      __syncthreads();
+      const int item = *shared_item;
+      if (item >= args.num_rows * sets) return;
+      const int inside = item % (args.group_rows * sets);
+      row = item / (args.group_rows * sets) * args.group_rows + inside % args.group_rows;
+      q_block = kGroups * (sets - 1 - inside / args.group_rows);
+      run_item();
+    }
+  }
+};
+
+template <typename Element, int kD>
+__global__ void __launch_bounds__(ForwardShape<kD>::kThreads, ForwardShape<kD>::kBlocksPerSm)
+    forward_kernel(const __grid_constant__ ForwardArgs args) {
+  extern __shared__ __align__(1024) char memory[];
+  using List = typename ForwardShape<kD>::List;
+  auto* list = reinterpret_cast<typename List::Memory*>(
+      memory + (ForwardShape<kD>::kGroups + args.slots) * Tile<kD>::kBytes);
+  Forward<Element, kD> forward(args, memory);
+  forward.run(&list->item);
+}
+
+template <typename Element, int kD>
+cudaError_t launch_forward(const ForwardArgs& args, const Launch& l) {
+  static std::atomic<uint64_t> ready{0};  // bit per device
+  const cudaError_t error = allow_shared_memory(forward_kernel<Element, kD>, ready);
+  if (error != cudaSuccess) return error;
+  // clang-format off
+  forward_kernel<Element, kD>
+      <<<l.blocks, ForwardShape<kD>::kThreads, l.shared_bytes, l.stream>>>(args);
+  // clang-format on
+  return cudaGetLastError();
+}
+
+}  // namespace mtraining::kernels::sm80

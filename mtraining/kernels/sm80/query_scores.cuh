@@ -1,0 +1,76 @@
+// Scores of 16 query rows a warp against a tile of 64 keys: which pairs count.
+//
+// In:   a stage of a QueryList. Out: -inf where a pair does not count. Next: forward_kernel.cuh, backward_queries_kernel.cuh.
+#pragma once
+
+#include <climits>
+
+#include "mtraining/kernels/sm80/query_list.cuh"
+
+namespace mtraining::kernels::sm80 {
+
+/// s[4 j + 2 r + e]: row 16 warp + lane / 4 + 8 r of the group's queries, key 8 j + 2 (lane % 4) + e of the tile.
+template <typename List>
+__device__ __forceinline__ void mask_scores(float (&s)[32], const AttentionArgs& args,
+                                            const List& list, int i, int group, int q_block,
+                                            int warp, int lane) {
+  const Stage stage = list.stage(i);
+  const SourceArgs& source = args.sources[stage.info & 0xFF];
+  const QueryBounds bounds = list.bounds(group);
+  const int first = 2 * (lane % 4);
+  const bool columns = (stage.info & kColumns) != 0;
+  const uint64_t bits = columns ? list.bits(i, group) >> first : 0;
+  if (columns && (stage.info & (kEach << group)) == 0) {
+#pragma unroll
+    for (int c = 0; c < 16; ++c) {
+      const int j = c / 2, e = c % 2;
+      if ((bits >> (8 * j + e) & 1) == 0) {
+        s[4 * j + e] = -INFINITY;
+        s[4 * j + 2 + e] = -INFINITY;
+      }
+    }
+    return;
+  }
+  int position[2], document[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int inside = 16 * warp + lane / 4 + 8 * r;
+    const int token = q_block * 64 + inside;
+    position[r] = bounds.first + inside * args.position_stride;
+    document[r] =
+        args.document_start != nullptr && token < args.num_queries
+            ? args.document_start[stage.row / args.num_heads * args.document_stride_batch + token]
+            : 0;
+  }
+  if (!columns) {
+    const int keys = source.num_keys - stage.key * 64;
+#pragma unroll
+    for (int c = 0; c < 16; ++c) {
+      const int j = c / 2, e = c % 2;
+      const int key = 8 * j + first + e;
+      const int at = stage.start + key * args.position_stride;
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        if (key >= keys || at > position[r] || at < document[r]) s[4 * j + 2 * r + e] = -INFINITY;
+      }
+    }
+    return;
+  }
+  const bool straddles = bounds.first / 64 != bounds.last / 64;
+  const int32_t* positions =
+      source.column_positions + stage.row * source.column_capacity + stage.key;
+#pragma unroll
+  for (int c = 0; c < 16; ++c) {
+    const int j = c / 2, e = c % 2;
+    const bool counts = (bits >> (8 * j + e) & 1) != 0;
+    const int at = counts ? positions[8 * j + first + e] : INT_MAX;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      if (at > position[r] || at < document[r] ||
+          (straddles && diagonal_chosen(args, stage.row, position[r], at)))
+        s[4 * j + 2 * r + e] = -INFINITY;
+    }
+  }
+}
+
+}  // namespace mtraining::kernels::sm80

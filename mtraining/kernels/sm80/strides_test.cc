@@ -1,0 +1,355 @@
+// Small inputs that hurt other implementations, on the sm_80 kernels: strides beyond 32 bits, expanded inputs, one-key rows, empty
+// rows whose memory holds NaN, huge scores on masked lanes. What the right answer is can be seen without an oracle.
+#include <cuda_runtime.h>
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <vector>
+
+#include "mtraining/base/rng.h"
+#include "mtraining/kernels/sm80/backward.h"
+#include "mtraining/kernels/sm80/forward.h"
+#include "mtraining/kernels/sm90/device_memory.h"
+#include "mtraining/testing/rounding.h"
+
+namespace mtraining::kernels::sm80 {
+namespace {
+
+using sm90::check_device;
+using sm90::DeviceMemory;
+
+constexpr float kInf = std::numeric_limits<float>::infinity();
+constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+
+bool has_device() {
+  cudaDeviceProp properties;
+  return cudaGetDeviceProperties(&properties, 0) == cudaSuccess && properties.major >= 8;
+}
+#define MT_NEEDS_DEVICE() \
+  if (!has_device()) GTEST_SKIP() << "needs a device of compute capability 8.0 or newer"
+
+/// bf16 rows [tokens, dim] or float32 ones on the device, `stride` elements apart.
+struct Matrix {
+  DeviceMemory owned;
+  char* data = nullptr;
+  int64_t tokens = 0, dim = 0, stride = 0, size = 0;
+
+  static Matrix contiguous(int64_t tokens, int64_t dim, int64_t size) {
+    Matrix m;
+    m.owned = DeviceMemory(tokens * dim * size);
+    m.data = m.owned.get<char>();
+    m.tokens = tokens;
+    m.dim = m.stride = dim;
+    m.size = size;
+    return m;
+  }
+  static Matrix inside(const DeviceMemory& wide, int64_t first, int64_t stride, int64_t tokens,
+                       int64_t dim, int64_t size) {
+    Matrix m;
+    m.data = wide.get<char>() + first * size;
+    m.tokens = tokens;
+    m.dim = dim;
+    m.stride = stride;
+    m.size = size;
+    return m;
+  }
+  void write(const std::vector<float>& values) {
+    std::vector<char> bytes(values.size() * size);
+    for (size_t i = 0; i < values.size(); ++i) {
+      if (size == 4) {
+        std::memcpy(bytes.data() + 4 * i, &values[i], 4);
+      } else {
+        const uint16_t x = mtraining::testing::to_bf16(values[i]);
+        std::memcpy(bytes.data() + 2 * i, &x, 2);
+      }
+    }
+    check_device(cudaMemcpy2D(data, stride * size, bytes.data(), dim * size, dim * size, tokens,
+                              cudaMemcpyHostToDevice),
+                 "writing rows");
+  }
+  std::vector<float> read() const {
+    std::vector<float> values(tokens * dim);
+    check_device(cudaMemcpy2D(values.data(), dim * 4, data, stride * 4, dim * 4, tokens,
+                              cudaMemcpyDeviceToHost),
+                 "reading rows");
+    return values;
+  }
+  ConstView view() const { return {data, 0, stride, 0}; }
+  View out_view() const { return {data, 0, stride, 0}; }
+};
+
+std::vector<float> normal(int64_t count, uint64_t seed) {
+  const Rng rng(seed);
+  std::vector<float> values(count);
+  for (int64_t i = 0; i < count; ++i)
+    values[i] = mtraining::testing::from_bf16(
+        mtraining::testing::to_bf16(static_cast<float>(rng.normal(static_cast<uint64_t>(i)))));
+  return values;
+}
+
+/// One head, every query block listed with every key block, consecutive positions.
+struct Small {
+  int64_t dim = 64, queries = 70, keys = 70;
+  int32_t q_start = 0, k_start = 0;
+  int64_t seq_len = 1 << 20;
+  double scale = 1;
+  std::vector<int32_t> document_start;
+  std::vector<float> lse, delta;
+
+  void forward(const Matrix& q, const Matrix& k, const Matrix& v, const Matrix& out) {
+    lse_memory = DeviceMemory(queries * 4);
+    run(q, k, v, [&](AttentionParams& p, const KeySource& source) {
+      ForwardParams f;
+      static_cast<AttentionParams&>(f) = p;
+      f.sources = &source;
+      f.out = out.out_view();
+      f.lse = lse_memory.get();
+      const DeviceMemory workspace(f.workspace_bytes = forward_workspace_bytes(f));
+      f.workspace = workspace.get();
+      sm80::forward(f);
+      check_device(cudaDeviceSynchronize(), "the kernel");
+    });
+    lse = lse_memory.read<float>();
+  }
+  /// After forward.
+  void backward(const Matrix& q, const Matrix& k, const Matrix& v, const Matrix& out,
+                const Matrix& dout, const Matrix& dq, const Matrix& dk, const Matrix& dv,
+                bool deterministic) {
+    for (const Matrix* m : {&dq, &dk, &dv})
+      check_device(cudaMemset2D(m->data, m->stride * 4, 0, m->dim * 4, m->tokens), "zeros");
+    const DeviceMemory delta_memory(queries * 4);
+    run(q, k, v, [&](AttentionParams& p, const KeySource& without) {
+      KeySource source = without;
+      source.dk = dk.out_view();
+      source.dv = dv.out_view();
+      BackwardParams b;
+      static_cast<AttentionParams&>(b) = p;
+      b.sources = &source;
+      b.dout = dout.view();
+      b.lse = lse_memory.get();
+      b.delta = delta_memory.get();
+      b.dq = dq.out_view();
+      b.deterministic = deterministic;
+      const DeviceMemory workspace(b.workspace_bytes = backward_workspace_bytes(b));
+      b.workspace = workspace.get();
+      sm80::delta(b, out.view(), delta_memory.get());
+      sm80::backward(b);
+      check_device(cudaDeviceSynchronize(), "the kernel");
+    });
+    delta = delta_memory.read<float>();
+  }
+
+ private:
+  template <typename Fn>
+  void run(const Matrix& q, const Matrix& k, const Matrix& v, const Fn& fn) {
+    const int64_t q_blocks = (queries + 63) / 64, k_blocks = (keys + 63) / 64;
+    std::vector<int32_t> q_starts, k_starts, key_blocks;
+    std::vector<int64_t> row_begin{0};
+    for (int64_t i = 0; i < q_blocks; ++i) {
+      q_starts.push_back(static_cast<int32_t>(q_start + 64 * i));
+      for (int64_t j = 0; j < k_blocks; ++j) key_blocks.push_back(static_cast<int32_t>(j));
+      row_begin.push_back(static_cast<int64_t>(key_blocks.size()));
+    }
+    for (int64_t j = 0; j < k_blocks; ++j)
+      k_starts.push_back(static_cast<int32_t>(k_start + 64 * j));
+    const DeviceMemory q_starts_memory(q_starts), k_starts_memory(k_starts),
+        keys_memory(key_blocks), begin_memory(row_begin), documents(document_start);
+    AttentionParams p;
+    p.batch = p.num_q_heads = p.num_kv_heads = 1;
+    p.head_dim = dim;
+    p.num_queries = queries;
+    p.dtype = DType::kBFloat16;
+    p.softmax_scale = scale;
+    p.seq_len = seq_len;
+    p.q = q.view();
+    p.q_block_starts = q_starts_memory.get<int32_t>();
+    if (!document_start.empty()) p.document_start = documents.get<int32_t>();
+    KeySource source;
+    source.k = k.view();
+    source.v = v.view();
+    source.num_keys = keys;
+    source.block_starts = k_starts_memory.get<int32_t>();
+    source.blocks.kind = BlockListKind::kCsr;
+    source.blocks.row_begin = begin_memory.get<int64_t>();
+    source.blocks.key_blocks = keys_memory.get<int32_t>();
+    p.num_sources = 1;
+    fn(p, source);
+  }
+  DeviceMemory lse_memory;
+};
+
+TEST(Sm80Strides, RowsBeyondThirtyTwoBitsOfOffset) {
+  MT_NEEDS_DEVICE();
+  // 70 rows 2^25 elements apart: the last lies beyond 2^31 elements, 4.7 GB (bf16) and 9.4 GB (float32).
+  constexpr int64_t kStride = int64_t{1} << 25, kTokens = 70, kDim = 64;
+  const std::vector<float> values[4] = {normal(kTokens * kDim, 1), normal(kTokens * kDim, 2),
+                                        normal(kTokens * kDim, 3), normal(kTokens * kDim, 4)};
+  const DeviceMemory wide16(kTokens * kStride * 2), wide32(kTokens * kStride * 4);
+  std::vector<float> results[2][5];
+  for (const bool far : {false, true}) {
+    Matrix in[4], out[4];
+    for (int i = 0; i < 4; ++i) {
+      in[i] = far ? Matrix::inside(wide16, i * 4096, kStride, kTokens, kDim, 2)
+                  : Matrix::contiguous(kTokens, kDim, 2);
+      out[i] = far ? Matrix::inside(wide32, i * 4096, kStride, kTokens, kDim, 4)
+                   : Matrix::contiguous(kTokens, kDim, 4);
+      in[i].write(values[i]);
+    }
+    Small small;
+    small.scale = 0.125;
+    small.forward(in[0], in[1], in[2], out[0]);
+    small.backward(in[0], in[1], in[2], out[0], in[3], out[1], out[2], out[3], true);
+    for (int i = 0; i < 4; ++i) results[far][i] = out[i].read();
+    results[far][4] = small.lse;
+  }
+  for (int i = 0; i < 5; ++i) EXPECT_EQ(results[0][i], results[1][i]) << i;
+  double sum = 0;
+  for (const float x : results[0][3]) sum += std::abs(x);
+  EXPECT_GT(sum, 1);  // there was something to compare
+}
+
+TEST(Sm80Strides, ExpandedInputsEqualTheirCopies) {
+  MT_NEEDS_DEVICE();
+  for (const int64_t dim : {64, 128}) {
+    constexpr int64_t kTokens = 130;
+    std::vector<float> results[2][5];
+    for (const bool expanded : {false, true}) {
+      Matrix in[4], out[4];
+      for (int i = 0; i < 4; ++i) {
+        std::vector<float> row = normal(dim, 7 + i), values;
+        for (int64_t t = 0; t < (expanded ? 1 : kTokens); ++t)
+          values.insert(values.end(), row.begin(), row.end());
+        in[i] = Matrix::contiguous(expanded ? 1 : kTokens, dim, 2);
+        in[i].write(values);
+        if (expanded) in[i].stride = 0;
+        out[i] = Matrix::contiguous(kTokens, dim, 4);
+      }
+      Small small;
+      small.dim = dim;
+      small.queries = small.keys = kTokens;
+      small.scale = 0.1;
+      small.forward(in[0], in[1], in[2], out[0]);
+      small.backward(in[0], in[1], in[2], out[0], in[3], out[1], out[2], out[3], true);
+      for (int i = 0; i < 4; ++i) results[expanded][i] = out[i].read();
+      results[expanded][4] = small.lse;
+    }
+    for (int i = 0; i < 5; ++i) EXPECT_EQ(results[0][i], results[1][i]) << i;
+  }
+}
+
+TEST(Sm80Strides, ASingleKeyGivesItsValueAndNoScoreGradient) {
+  MT_NEEDS_DEVICE();
+  for (const int64_t dim : {16, 64, 96, 128, 256}) {
+    for (const bool deterministic : {false, true}) {
+      Matrix in[4], out[4];
+      std::vector<float> values[4];
+      for (int i = 0; i < 4; ++i) {
+        values[i] = normal(dim, 20 + i);
+        in[i] = Matrix::contiguous(1, dim, 2);
+        in[i].write(values[i]);
+        out[i] = Matrix::contiguous(1, dim, 4);
+      }
+      Small small;
+      small.dim = dim;
+      small.queries = small.keys = 1;
+      small.scale = 1 / std::sqrt(static_cast<double>(dim));
+      small.forward(in[0], in[1], in[2], out[0]);
+      small.backward(in[0], in[1], in[2], out[0], in[3], out[1], out[2], out[3], deterministic);
+      EXPECT_EQ(out[0].read(), values[2]);
+      EXPECT_EQ(out[3].read(), values[3]);
+      for (const Matrix* gradient : {&out[1], &out[2]}) {
+        for (const float x : gradient->read()) EXPECT_LT(std::abs(x), 1e-5) << dim;
+      }
+    }
+  }
+}
+
+TEST(Sm80Strides, EmptyRowsLeaveNoTraceWhateverTheirMemoryHolds) {
+  MT_NEEDS_DEVICE();
+  // Keys begin at position 40: queries 0 .. 39 see none.
+  constexpr int64_t kTokens = 130, kDim = 64, kEmpty = 40;
+  for (const bool deterministic : {false, true}) {
+    std::vector<float> results[2][5];
+    for (const bool poisoned : {false, true}) {
+      Matrix in[4], out[4];
+      std::vector<float> values[4];
+      for (int i = 0; i < 4; ++i) {
+        values[i] = normal(kTokens * kDim, 30 + i);
+        in[i] = Matrix::contiguous(kTokens, kDim, 2);
+        out[i] = Matrix::contiguous(kTokens, kDim, 4);
+        if (poisoned && (i == 0 || i == 3)) std::fill_n(values[i].begin(), kEmpty * kDim, kNan);
+        in[i].write(values[i]);
+      }
+      Small small;
+      small.queries = small.keys = kTokens;
+      small.k_start = kEmpty;
+      small.scale = 0.125;
+      small.forward(in[0], in[1], in[2], out[0]);
+      for (int64_t i = 0; i < kTokens; ++i) EXPECT_EQ(small.lse[i] == -kInf, i < kEmpty) << i;
+      std::vector<float> saved = out[0].read();
+      for (int64_t x = 0; x < kEmpty * kDim; ++x) ASSERT_EQ(saved[x], 0);
+      results[poisoned][0] = saved;
+      if (poisoned) std::fill_n(saved.begin(), kEmpty * kDim, kNan);
+      out[0].write(saved);
+      small.backward(in[0], in[1], in[2], out[0], in[3], out[1], out[2], out[3], deterministic);
+      for (int i = 1; i < 4; ++i) results[poisoned][i] = out[i].read();
+      results[poisoned][4] = small.delta;
+      for (int64_t x = 0; x < kEmpty * kDim; ++x) ASSERT_EQ(results[poisoned][1][x], 0);
+    }
+    for (int i = 0; i < 5; ++i) {
+      for (size_t x = 0; x < results[0][i].size(); ++x)
+        ASSERT_NEAR(results[0][i][x], results[1][i][x], deterministic ? 0 : 1e-4) << i << " " << x;
+    }
+  }
+}
+
+TEST(Sm80Strides, HugeScoresOnMaskedLanesLeaveNoTrace) {
+  MT_NEEDS_DEVICE();
+  constexpr int64_t kTokens = 70, kDim = 16;
+  for (const int huge : {16, 33, 64}) {
+    for (const bool deterministic : {false, true}) {
+      std::vector<float> values[4];
+      for (auto& x : values) x.assign(kTokens * kDim, 0);
+      Small small;
+      small.dim = kDim;
+      small.document_start.assign(kTokens, 0);
+      // Rows below `huge` see only small keys by causality; later rows belong to a document that begins there, whose keys score
+      // -500 where those that are hidden score about 0.
+      for (int i = 0; i < kTokens; ++i) {
+        small.document_start[i] = i < huge ? 0 : huge;
+        values[0][i * kDim] = i < huge ? 1.0f : -1.0f;
+        values[1][i * kDim] = i < huge ? 0.015625f * i : 500.0f;
+        values[2][i * kDim] = static_cast<float>(i);
+        values[3][i * kDim] = 1;
+      }
+      Matrix in[4], out[4];
+      for (int i = 0; i < 4; ++i) {
+        in[i] = Matrix::contiguous(kTokens, kDim, 2);
+        in[i].write(values[i]);
+        out[i] = Matrix::contiguous(kTokens, kDim, 4);
+      }
+      small.forward(in[0], in[1], in[2], out[0]);
+      small.backward(in[0], in[1], in[2], out[0], in[3], out[1], out[2], out[3], deterministic);
+      for (const Matrix& m : out) {
+        for (const float x : m.read()) ASSERT_TRUE(std::isfinite(x)) << huge;
+      }
+      const std::vector<float> got = out[0].read();
+      for (int i = 0; i < kTokens; ++i) {
+        double sum = 0, expected = 0;
+        for (int j = i < huge ? 0 : huge; j <= i; ++j) {
+          const double p = std::exp(static_cast<double>(values[0][i * kDim]) * values[1][j * kDim] +
+                                    (i < huge ? 0 : 500));
+          sum += p;
+          expected += p * j;
+        }
+        EXPECT_NEAR(got[i * kDim], expected / sum, 0.01 * (1 + expected / sum)) << i;
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace mtraining::kernels::sm80
