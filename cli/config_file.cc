@@ -12,6 +12,7 @@
 #include <optional>
 #include <sstream>
 
+#include "cli/model_keys.h"
 #include "cli/nearest.h"
 #include "mtraining/base/check.h"
 
@@ -23,7 +24,10 @@ using Names = std::vector<std::pair<const char*, T>>;
 
 const Names<pattern::PatternKind> kPatterns = {
     {"dense", pattern::PatternKind::kDense},
-    {"vertical_slash", pattern::PatternKind::kVerticalSlash}};
+    {"vertical_slash", pattern::PatternKind::kVerticalSlash},
+    {"fixed", pattern::PatternKind::kFixed},
+    {"xattention", pattern::PatternKind::kXAttention},
+    {"moba", pattern::PatternKind::kMoba}};
 const Names<pattern::Window> kWindows = {{"last", pattern::Window::kLast},
                                          {"strided", pattern::Window::kStrided}};
 const Names<pattern::SlashPooling> kPoolings = {{"block", pattern::SlashPooling::kBlock},
@@ -45,23 +49,18 @@ const Names<attention::GradientTransport> kTransports = {
     {"fp32", attention::GradientTransport::kFloat32},
     {"bf16", attention::GradientTransport::kBFloat16}};
 const Names<optim::ScheduleKind> kSchedules = {{"constant", optim::ScheduleKind::kConstant},
-                                               {"cosine", optim::ScheduleKind::kCosine}};
+                                               {"cosine", optim::ScheduleKind::kCosine},
+                                               {"linear", optim::ScheduleKind::kLinear}};
+const Names<train::Recompute> kRecomputes = {
+    {"none", train::Recompute::kNone},
+    {"layer", train::Recompute::kLayer},
+    {"except_attention", train::Recompute::kExceptAttention}};
 const Names<at::ScalarType> kDtypes = {{"float32", at::kFloat}, {"bf16", at::kBFloat16}};
 
 /// Keys of interfaces that belong to parts which this version does not have.
-const std::vector<std::string> kNotBuilt = {
-    "model.init_from",
-    "data.document_mask",
-    "parallel.zero",
-    "parallel.offload_optimizer",
-    "attention.layers",
-    "checkpoint.every",
-    "checkpoint.keep",
-    "checkpoint.save_every_minutes",
-    "checkpoint.save_accumulation",
-};
+const std::vector<std::string> kNotBuilt = {};
 
-/// Keys without a default.
+/// Keys without a default. Those of the model come from config.json where model.init_from is given.
 const std::vector<std::string> kRequired = {
     "model.vocab_size",
     "model.hidden_size",
@@ -73,9 +72,38 @@ const std::vector<std::string> kRequired = {
     "train.seq_len",
 };
 
-/// The one list of keys. A visitor has key(name, field), choice(name, field, names) and only(name, value).
+/// The keys that a range of layers may have for itself, with `prefix`.
+template <typename Visitor>
+void visit_pattern_keys(const std::string& prefix, train::PatternSection& p, Visitor&& v) {
+  const auto name = [&](const char* key) { return prefix + key; };
+  v.choice(name("pattern"), p.pattern, kPatterns);
+  v.key(name("p_vertical"), p.options.p_vertical);
+  v.key(name("p_slash"), p.options.p_slash);
+  v.key(name("last_q"), p.options.last_q);
+  v.choice(name("window"), p.options.window, kWindows);
+  v.choice(name("slash_pooling"), p.options.slash_pooling, kPoolings);
+  v.choice(name("selection"), p.options.selection, kSelections);
+  v.key(name("sink_tokens"), p.options.sink_tokens);
+  v.key(name("local_blocks"), p.options.local_blocks);
+  v.key(name("max_columns"), p.options.max_columns);
+  v.key(name("max_diagonals"), p.options.max_diagonals);
+  v.key(name("dense_threshold"), p.options.dense_threshold);
+  v.key(name("recall_floor"), p.options.recall_floor);
+  v.key(name("recall_rows"), p.options.recall_rows);
+  v.key(name("pattern_file"), p.pattern_file);
+  v.key(name("fixed_columns"), p.fixed_columns);
+  v.key(name("fixed_diagonals"), p.fixed_diagonals);
+  v.key(name("xattention_block"), p.xattention.block);
+  v.key(name("xattention_stride"), p.xattention.stride);
+  v.key(name("xattention_threshold"), p.xattention.threshold);
+  v.key(name("moba_chunk"), p.moba.chunk);
+  v.key(name("moba_top_k"), p.moba.top_k);
+}
+
+/// The one list of keys. A visitor has key(name, field), choice(name, field, names) and pair(name, first, second).
 template <typename Visitor>
 void visit_keys(train::RunConfig& c, Visitor&& v) {
+  v.key("model.init_from", c.init_from);
   v.key("model.architecture", c.model.architecture);
   v.key("model.vocab_size", c.model.vocab_size);
   v.key("model.hidden_size", c.model.hidden_size);
@@ -84,7 +112,20 @@ void visit_keys(train::RunConfig& c, Visitor&& v) {
   v.key("model.num_attention_heads", c.model.num_attention_heads);
   v.key("model.num_key_value_heads", c.model.num_key_value_heads);
   v.key("model.head_dim", c.model.head_dim);
+  v.key("model.attention_bias", c.model.attention_bias);
   v.key("model.rope_theta", c.model.rope.rope_theta);
+  v.key("model.rope_scaling.rope_type", c.rope_scaling.rope_type);
+  v.key("model.rope_scaling.factor", c.rope_scaling.factor);
+  v.key("model.rope_scaling.original_max_position_embeddings",
+        c.rope_scaling.original_max_position_embeddings);
+  v.key("model.rope_scaling.beta_fast", c.rope_scaling.beta_fast);
+  v.key("model.rope_scaling.beta_slow", c.rope_scaling.beta_slow);
+  v.key("model.rope_scaling.attention_factor", c.rope_scaling.attention_factor);
+  v.key("model.rope_scaling.mscale", c.rope_scaling.mscale);
+  v.key("model.rope_scaling.mscale_all_dim", c.rope_scaling.mscale_all_dim);
+  v.key("model.rope_scaling.truncate", c.rope_scaling.truncate);
+  v.key("model.rope_scaling.low_freq_factor", c.rope_scaling.low_freq_factor);
+  v.key("model.rope_scaling.high_freq_factor", c.rope_scaling.high_freq_factor);
   v.key("model.rms_norm_eps", c.model.rms_norm_eps);
   v.key("model.tie_word_embeddings", c.model.tie_word_embeddings);
   v.key("model.initializer_range", c.model.initializer_range);
@@ -93,23 +134,14 @@ void visit_keys(train::RunConfig& c, Visitor&& v) {
   v.key("data.train", c.data.train);
   v.key("data.valid", c.data.valid);
   v.key("data.shuffle_seed", c.data.shuffle_seed);
+  v.key("data.document_mask", c.data.document_mask);
   v.key("parallel.cp_size", c.parallel.cp_size);
   v.key("parallel.cp_inner_size", c.parallel.cp_inner_size);
   v.key("parallel.dp_size", c.parallel.dp_size);
-  v.choice("attention.pattern", c.attention.pattern, kPatterns);
-  v.key("attention.p_vertical", c.attention.options.p_vertical);
-  v.key("attention.p_slash", c.attention.options.p_slash);
-  v.key("attention.last_q", c.attention.options.last_q);
-  v.choice("attention.window", c.attention.options.window, kWindows);
-  v.choice("attention.slash_pooling", c.attention.options.slash_pooling, kPoolings);
-  v.choice("attention.selection", c.attention.options.selection, kSelections);
-  v.key("attention.sink_tokens", c.attention.options.sink_tokens);
-  v.key("attention.local_blocks", c.attention.options.local_blocks);
-  v.key("attention.max_columns", c.attention.options.max_columns);
-  v.key("attention.max_diagonals", c.attention.options.max_diagonals);
-  v.key("attention.dense_threshold", c.attention.options.dense_threshold);
-  v.key("attention.recall_floor", c.attention.options.recall_floor);
-  v.key("attention.recall_rows", c.attention.options.recall_rows);
+  v.key("parallel.zero", c.parallel.zero);
+  v.key("parallel.offload_optimizer", c.parallel.offload_optimizer);
+  visit_pattern_keys("attention.", c.attention, v);
+  v.layers("attention.layers", c.attention);
   v.key("attention.dense_steps", c.attention.dense_steps);
   v.choice("attention.layout", c.attention.layout, kLayouts);
   v.key("attention.stripe", c.attention.stripe);
@@ -130,7 +162,9 @@ void visit_keys(train::RunConfig& c, Visitor&& v) {
   v.key("train.preflight", c.train.preflight);
   v.key("train.loss_chunk", c.train.loss_chunk);
   v.key("train.recall_every", c.train.recall_every);
-  v.only("train.recompute", "none");
+  v.key("train.peak_flops_per_s", c.train.peak_flops_per_s);
+  v.choice("train.recompute", c.train.recompute, kRecomputes);
+  v.key("train.mlp_tile", c.train.mlp_tile);
   v.key("optim.lr", c.optim.schedule.lr);
   v.pair("optim.betas", c.optim.adamw.beta1, c.optim.adamw.beta2);
   v.key("optim.eps", c.optim.adamw.eps);
@@ -139,10 +173,14 @@ void visit_keys(train::RunConfig& c, Visitor&& v) {
   v.choice("optim.schedule", c.optim.schedule.kind, kSchedules);
   v.key("optim.warmup_steps", c.optim.schedule.warmup_steps);
   v.key("optim.min_lr_ratio", c.optim.schedule.min_lr_ratio);
-  v.only("optim.grad_dtype", "float32");
+  v.choice("optim.grad_dtype", c.optim.grad_dtype, kDtypes);
   v.key("eval.every", c.eval.every);
   v.key("eval.batches", c.eval.batches);
   v.key("eval.also_p", c.eval.also_p);
+  v.key("checkpoint.every", c.checkpoint.every);
+  v.key("checkpoint.save_every_minutes", c.checkpoint.save_every_minutes);
+  v.key("checkpoint.keep", c.checkpoint.keep);
+  v.key("checkpoint.save_accumulation", c.checkpoint.save_accumulation);
   v.key("trace.chrome", c.trace.chrome);
   v.key("trace.first_step", c.trace.first_step);
   v.key("trace.steps", c.trace.steps);
@@ -220,15 +258,15 @@ std::string number_text(double value) {
 class KeyNames {
  public:
   template <typename T>
-  void key(const char* name, T&) {
+  void key(const std::string& name, T&) {
     names.emplace_back(name);
   }
   template <typename T>
-  void choice(const char* name, T&, const Names<T>&) {
+  void choice(const std::string& name, T&, const Names<T>&) {
     names.emplace_back(name);
   }
-  void pair(const char* name, double&, double&) { names.emplace_back(name); }
-  void only(const char* name, const char*) { names.emplace_back(name); }
+  void pair(const std::string& name, double&, double&) { names.emplace_back(name); }
+  void layers(const std::string& name, train::AttentionSection&) { names.emplace_back(name); }
   std::vector<std::string> names;
 };
 
@@ -236,20 +274,20 @@ class Reader {
  public:
   explicit Reader(const Entries& entries) : entries_(entries) {}
 
-  void key(const char* name, std::string& field) {
+  void key(const std::string& name, std::string& field) {
     with(name, "a string",
          [&](const toml::node& node) { return assign(field, node.value_exact<std::string>()); });
   }
-  void key(const char* name, bool& field) {
+  void key(const std::string& name, bool& field) {
     with(name, "true or false",
          [&](const toml::node& node) { return assign(field, node.value_exact<bool>()); });
   }
-  void key(const char* name, double& field) {
+  void key(const std::string& name, double& field) {
     with(name, "a finite number",
          [&](const toml::node& node) { return finite_number(node, field); });
   }
-  void key(const char* name, int64_t& field) { whole(name, field); }
-  void key(const char* name, uint64_t& field) {
+  void key(const std::string& name, int64_t& field) { whole(name, field); }
+  void key(const std::string& name, uint64_t& field) {
     int64_t value = 0;
     if (whole(name, value)) {
       MT_CHECK_ARG(value >= 0, entries_.at(name).where, ": ", name, ": expected at least 0, got ",
@@ -257,7 +295,7 @@ class Reader {
       field = static_cast<uint64_t>(value);
     }
   }
-  void key(const char* name, int& field) {
+  void key(const std::string& name, int& field) {
     int64_t value = 0;
     if (whole(name, value)) {
       MT_CHECK_ARG(
@@ -267,13 +305,13 @@ class Reader {
     }
   }
   template <typename T>
-  void key(const char* name, std::optional<T>& field) {
+  void key(const std::string& name, std::optional<T>& field) {
     if (!entries_.contains(name)) return;
     T value{};
     key(name, value);
     field = value;
   }
-  void key(const char* name, std::vector<double>& field) {
+  void key(const std::string& name, std::vector<double>& field) {
     with(name, "an array of finite numbers", [&](const toml::node& node) {
       const toml::array* array = node.as_array();
       if (array == nullptr) return false;
@@ -285,7 +323,7 @@ class Reader {
       return true;
     });
   }
-  void key(const char* name, std::vector<data::Source>& field) {
+  void key(const std::string& name, std::vector<data::Source>& field) {
     with(name, "a path, or an array of {path = \"..\", weight = 1.0}", [&](const toml::node& node) {
       field.clear();
       if (const auto path = node.value_exact<std::string>()) {
@@ -314,7 +352,7 @@ class Reader {
     });
   }
   template <typename T>
-  void choice(const char* name, T& field, const Names<T>& names) {
+  void choice(const std::string& name, T& field, const Names<T>& names) {
     std::string expected;
     for (size_t i = 0; i < names.size(); ++i) {
       expected += concat(i == 0                  ? ""
@@ -333,33 +371,83 @@ class Reader {
       return false;
     });
   }
-  void pair(const char* name, double& first, double& second) {
+  void pair(const std::string& name, double& first, double& second) {
     with(name, "an array of two finite numbers", [&](const toml::node& node) {
       const toml::array* array = node.as_array();
       if (array == nullptr || array->size() != 2) return false;
       return finite_number(*array->get(0), first) && finite_number(*array->get(1), second);
     });
   }
-  void only(const char* name, const char* value) {
+  /// After the section's own keys: a range begins as a copy of them.
+  void layers(const std::string& name, train::AttentionSection& attention) {
     const auto found = entries_.find(name);
     if (found == entries_.end()) return;
-    const auto text = found->second.node->value_exact<std::string>();
-    MT_CHECK_SUPPORTED(text && *text == value, found->second.where, ": ", name, ": only \"", value,
-                       "\" is built, got ", show(*found->second.node));
+    const toml::array* array = found->second.node->as_array();
+    const auto is_table = [](const toml::node& item) { return item.is_table(); };
+    MT_CHECK_ARG(array != nullptr && std::all_of(array->begin(), array->end(), is_table),
+                 found->second.where, ": ", name,
+                 ": expected tables [[attention.layers]] with a range, got ",
+                 show(*found->second.node));
+    KeyNames known;
+    train::PatternSection section;
+    visit_pattern_keys("", section, known);
+    known.names.emplace_back("range");
+    attention.layers.clear();
+    for (size_t i = 0; i < array->size(); ++i) {
+      const std::string prefix = concat(name, "[", i, "].");
+      Entries entries;
+      for (const auto& [key, node] : *(*array)[i].as_table()) {
+        // A command line's value has no line of its own.
+        const std::string& all = found->second.where;
+        const std::string where = all.starts_with("--") ? all
+                                                        : concat(all.substr(0, all.rfind(':')), ":",
+                                                                 key.source().begin.line);
+        const std::string text(key.str());
+        MT_CHECK_ARG(std::find(known.names.begin(), known.names.end(), text) != known.names.end(),
+                     where, ": unknown key ", prefix, shorten(text),
+                     "; nearest known key: ", prefix, nearest(text, known.names));
+        Entry& entry = entries[prefix + text];
+        entry.node = &node;
+        entry.where = where;
+      }
+      train::LayerRange range;
+      static_cast<train::PatternSection&>(range) = attention;
+      Reader reader(entries);
+      MT_CHECK_ARG(entries.contains(prefix + "range"), found->second.where, ": ", prefix,
+                   "range: not given");
+      reader.with(prefix + "range", "layers as \"0-3\" or 5",
+                  [&](const toml::node& node) { return layer_range(node, range); });
+      visit_pattern_keys(prefix, range, reader);
+      attention.layers.push_back(std::move(range));
+    }
   }
 
  private:
+  static bool layer_range(const toml::node& node, train::LayerRange& range) {
+    if (const auto layer = node.value_exact<int64_t>()) {
+      range.first = range.last = *layer;
+      return true;
+    }
+    const std::string text = node.value_exact<std::string>().value_or("");
+    const char* const end = text.data() + text.size();
+    const auto first = std::from_chars(text.data(), end, range.first);
+    range.last = range.first;
+    if (first.ec != std::errc() || text[0] == '-') return false;
+    if (first.ptr == end) return true;
+    const auto last = std::from_chars(first.ptr + 1, end, range.last);
+    return *first.ptr == '-' && last.ec == std::errc() && last.ptr == end;
+  }
   template <typename T>
   static bool assign(T& field, const std::optional<T>& value) {
     if (value) field = *value;
     return value.has_value();
   }
-  bool whole(const char* name, int64_t& field) {
+  bool whole(const std::string& name, int64_t& field) {
     return with(name, "a whole number",
                 [&](const toml::node& node) { return assign(field, node.value_exact<int64_t>()); });
   }
   template <typename Read>
-  bool with(const char* name, const std::string& expected, Read&& read) {
+  bool with(const std::string& name, const std::string& expected, Read&& read) {
     const auto found = entries_.find(name);
     if (found == entries_.end()) return false;
     MT_CHECK_ARG(read(*found->second.node), found->second.where, ": ", name, ": expected ",
@@ -372,24 +460,24 @@ class Reader {
 
 class Writer {
  public:
-  void key(const char* name, const std::string& field) {
+  void key(const std::string& name, const std::string& field) {
     line(name, toml::value<std::string>(field));
   }
-  void key(const char* name, bool field) { line(name, toml::value<bool>(field)); }
-  void key(const char* name, double field) { line(name, number_text(field)); }
-  void key(const char* name, int64_t field) { line(name, toml::value<int64_t>(field)); }
-  void key(const char* name, uint64_t field) { key(name, static_cast<int64_t>(field)); }
-  void key(const char* name, int field) { key(name, static_cast<int64_t>(field)); }
+  void key(const std::string& name, bool field) { line(name, toml::value<bool>(field)); }
+  void key(const std::string& name, double field) { line(name, number_text(field)); }
+  void key(const std::string& name, int64_t field) { line(name, toml::value<int64_t>(field)); }
+  void key(const std::string& name, uint64_t field) { key(name, static_cast<int64_t>(field)); }
+  void key(const std::string& name, int field) { key(name, static_cast<int64_t>(field)); }
   template <typename T>
-  void key(const char* name, const std::optional<T>& field) {
+  void key(const std::string& name, const std::optional<T>& field) {
     if (field) key(name, *field);
   }
-  void key(const char* name, const std::vector<double>& field) {
+  void key(const std::string& name, const std::vector<double>& field) {
     std::string text;
     for (const double value : field) text += concat(text.empty() ? " " : ", ", number_text(value));
     line(name, text.empty() ? "[]" : concat('[', text, " ]"));
   }
-  void key(const char* name, const std::vector<data::Source>& field) {
+  void key(const std::string& name, const std::vector<data::Source>& field) {
     std::string text;
     for (const auto& source : field) {
       text += concat(text.empty() ? " " : ", ", "{ path = ", toml::value<std::string>(source.path),
@@ -398,15 +486,29 @@ class Writer {
     line(name, text.empty() ? "[]" : concat('[', text, " ]"));
   }
   template <typename T>
-  void choice(const char* name, const T& field, const Names<T>& names) {
+  void choice(const std::string& name, const T& field, const Names<T>& names) {
     for (const auto& [known, value] : names) {
       if (value == field) key(name, std::string(known));
     }
   }
-  void pair(const char* name, double first, double second) {
+  void pair(const std::string& name, double first, double second) {
     line(name, concat("[ ", number_text(first), ", ", number_text(second), " ]"));
   }
-  void only(const char* name, const char* value) { key(name, std::string(value)); }
+
+  void layers(const std::string& name, train::AttentionSection& attention) {
+    std::string text;
+    for (train::LayerRange& range : attention.layers) {
+      Writer inner;
+      inner.key("x.range", concat(range.first, "-", range.last));
+      visit_pattern_keys("x.", range, inner);
+      std::string keys = inner.text().substr(std::string_view("[x]\n").size());
+      keys.pop_back();
+      for (size_t at = 0; (at = keys.find('\n', at)) != std::string::npos; at += 2)
+        keys.replace(at, 1, ", ");
+      text += concat(text.empty() ? " { " : ", { ", keys, " }");
+    }
+    if (!text.empty()) line(name, concat('[', text, " ]"));
+  }
 
   std::string text() const { return out_.str(); }
 
@@ -429,7 +531,9 @@ void flatten(const toml::table& table, const std::string& prefix, const std::str
   for (const auto& [key, node] : table) {
     const std::string name =
         prefix.empty() ? std::string(key.str()) : concat(prefix, ".", key.str());
-    if (const toml::table* inner = node.as_table(); inner != nullptr && !inner->is_inline()) {
+    // config.json's spelling of a rope is an object, here an inline table.
+    const toml::table* inner = node.as_table();
+    if (inner != nullptr && (!inner->is_inline() || name == "model.rope_scaling")) {
       flatten(*inner, name, path, entries);
       continue;
     }
@@ -500,14 +604,35 @@ std::vector<std::string> known_keys() {
 LoadedConfig load_config(const std::string& path, const std::vector<Override>& overrides) {
   const toml::table table = parse_file(path);
   Entries entries;
+  std::vector<std::unique_ptr<toml::table>> holders;
   flatten(table, "", path, entries);
-  for (const Override& given : overrides) entries[given.key] = parse_override(given);
+  for (const Override& given : overrides) {
+    Entry entry = parse_override(given);
+    if (const toml::table* table = entry.node->as_table();
+        given.key == "model.rope_scaling" && table) {
+      flatten(*table, given.key, "", entries);
+      for (const auto& [key, node] : *table)
+        entries[concat(given.key, ".", key.str())].where = entry.where;
+      holders.push_back(std::move(entry.holder));
+      continue;
+    }
+    entries[given.key] = std::move(entry);
+  }
   refuse_unknown(entries);
   LoadedConfig loaded;
   for (const auto& [name, entry] : entries) loaded.where[name] = entry.where;
   visit_keys(loaded.config, Reader(entries));
+  const bool from_files = loaded.config.init_from.has_value();
   for (const std::string& name : kRequired) {
-    MT_CHECK_ARG(entries.contains(name), path, ": ", name, ": not given");
+    const bool in_config_json = from_files && name.starts_with("model.");
+    MT_CHECK_ARG(in_config_json || entries.contains(name), path, ": ", name, ": not given");
+  }
+  model::RopeParameters& rope = loaded.config.model.rope;
+  const int64_t length = from_files ? take_model_from(loaded.config, loaded.where) : 0;
+  try {
+    rope = merged_rope(loaded.config.rope_scaling, rope, length);
+  } catch (const InvalidArgument& error) {
+    throw InvalidArgument(with_place(loaded, error.what()));
   }
   return loaded;
 }
@@ -519,9 +644,23 @@ std::string with_place(const LoadedConfig& loaded, const std::string& message) {
 
 std::string to_toml(const train::RunConfig& config) {
   train::RunConfig copy = config;
+  copy.rope_scaling = rope_keys(config.model.rope);
   Writer writer;
   visit_keys(copy, writer);
   return writer.text();
+}
+
+std::map<std::string, std::string> keys_of(const std::string& toml) {
+  std::map<std::string, std::string> keys;
+  std::istringstream lines(toml);
+  std::string section;
+  for (std::string line; std::getline(lines, line);) {
+    if (line.starts_with('[')) section = line.substr(1, line.find(']') - 1);
+    const size_t equals = line.find(" = ");
+    if (line.starts_with('[') || equals == std::string::npos) continue;
+    keys[concat(section, '.', line.substr(0, equals))] = line.substr(equals + 3);
+  }
+  return keys;
 }
 
 }  // namespace mtraining::cli

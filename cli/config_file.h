@@ -34,6 +34,9 @@ std::string with_place(const LoadedConfig& loaded, const std::string& message);
 /// All keys with their values, absent ones left out.
 std::string to_toml(const train::RunConfig& config);
 
+/// Key -> value, both as text, of what to_toml() wrote.
+std::map<std::string, std::string> keys_of(const std::string& toml);
+
 /// Names of all keys.
 std::vector<std::string> known_keys();
 

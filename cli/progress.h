@@ -11,6 +11,10 @@
 
 namespace mtraining::cli {
 
+/// Whether standard output is a terminal on which a line can be written over. The one that mpirun puts before a pipe is not: it has
+/// no columns.
+bool stdout_is_terminal();
+
 class Progress {
  public:
   /// `label` stands before each line (the pattern of the run).
@@ -19,6 +23,7 @@ class Progress {
   void preflight(const train::Preflight& preflight);
   void step(const trace::StepMetrics& metrics, int64_t total_steps);
   void warning(const std::string& text);
+  void notice(const std::string& text);
   /// Ends the bar's line.
   void finish();
 
@@ -28,6 +33,7 @@ class Progress {
   bool bar_open_ = false;
   std::chrono::steady_clock::time_point start_, last_line_;
   double mean_loss_ = 0;
+  int64_t first_step_ = 0;  ///< that this process did
 };
 
 }  // namespace mtraining::cli

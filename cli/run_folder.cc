@@ -40,10 +40,6 @@ RunFolder::RunFolder(const std::string& path) : path_(path) {
     MT_CHECK_ARG(mine || errno != EWOULDBLOCK, "--out: ", path,
                  " is in use by another run; give this one a folder of its own");
     MT_CHECK_EXTERNAL(mine, lock, ": cannot be locked: ", std::strerror(errno));
-    const fs::path metrics = fs::path(path) / "metrics.jsonl";
-    const auto bytes = fs::file_size(metrics, error);
-    MT_CHECK_ARG(error || bytes == 0, "--out: ", path,
-                 " holds a run already (metrics.jsonl); remove the folder or give another one");
   } catch (...) {
     ::close(lock_);
     throw;

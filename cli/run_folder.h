@@ -1,6 +1,6 @@
 // RunFolder: this process's claim on the folder of a run.
 //
-// In:   the path that --out gave. Out: an existing folder that holds no other run and that no other launch writes to.
+// In:   the path that --out gave. Out: an existing folder that no other launch writes to. What it holds is resume.h's matter.
 // Next: train.cc writes config.toml; train/ the rest.
 #pragma once
 
@@ -11,8 +11,7 @@ namespace mtraining::cli {
 /// Held by rank 0 until it ends. The lock file stays in the folder, the lock goes with the process.
 class RunFolder {
  public:
-  /// Makes the folder and locks it. Errors: InvalidArgument where it is no folder, holds a run's metrics.jsonl, or another
-  /// launch holds it; ExternalError with the system's words where it cannot be written.
+  /// Makes the folder and locks it. Errors: InvalidArgument where it is no folder, or another launch holds it; ExternalError with the system's words where it cannot be written.
   explicit RunFolder(const std::string& path);
   ~RunFolder();
   RunFolder(const RunFolder&) = delete;

@@ -15,11 +15,12 @@ namespace {
 
 constexpr int kSignals[] = {SIGTERM, SIGINT, SIGUSR1};
 constexpr int64_t kInsists = 1000;  ///< ms after the first signal from which a second one means now
+constexpr int kPeersWait = 4;  ///< s for the other ranks to be told of a stop before the first step
 
-constinit std::atomic<bool> wanted{false}, running{false}, printing{true};
-constinit std::atomic<int64_t> first_ms{0}, steps_done{0}, grace_ms{20000};
+constinit std::atomic<bool> wanted{false}, running{false}, printing{true}, peers{false};
+constinit std::atomic<int64_t> first_ms{0}, steps_done{0}, steps_saved{0}, grace_ms{20000};
+constinit std::atomic<bool> goes_on_by_itself{true};
 static_assert(std::atomic<int64_t>::is_always_lock_free);
-char tail[1024] = "the same command begins anew\n";  // written before `running`
 
 int64_t now_ms() {
   timespec now{};
@@ -33,20 +34,29 @@ size_t format(char* out, size_t room) {
   const auto add = [&](const char* text) {
     for (; *text != '\0' && n < room; ++text) out[n++] = *text;
   };
-  const int64_t step = steps_done.load();
-  if (step == 0) {
-    add("stopped before the first step");
-  } else {
+  const auto add_number = [&](int64_t number) {
     char digits[24];
     size_t i = sizeof(digits);
     digits[--i] = '\0';
-    for (int64_t rest = step; rest > 0; rest /= 10)
+    for (int64_t rest = number; rest > 0; rest /= 10)
       digits[--i] = static_cast<char>('0' + rest % 10);
-    add("stopped at train_step ");
     add(digits + i);
+  };
+  const int64_t done = steps_done.load(), saved = steps_saved.load();
+  if (done == 0) {
+    add("stopped before the first step");
+  } else {
+    add("stopped at train_step ");
+    add_number(done);
   }
-  add("; ");
-  add(step == 0 ? "the same command begins anew\n" : tail);
+  add(done > 0 && saved == 0 ? "; no checkpoint was kept: the same command" : "; the same command");
+  if (!goes_on_by_itself) add(", with --resume auto,");
+  add(saved > 0 ? " continues" : " begins anew");
+  if (saved > 0 && saved < done) {
+    add(" after train_step ");
+    add_number(saved);
+  }
+  add("\n");
   return n;
 }
 
@@ -61,6 +71,13 @@ size_t format(char* out, size_t room) {
 
 void on_alarm(int) { leave(); }
 
+void set_alarm(int64_t ms) {
+  itimerval timer{};
+  timer.it_value.tv_sec = ms / 1000;
+  timer.it_value.tv_usec = ms % 1000 * 1000;
+  ::setitimer(ITIMER_REAL, &timer, nullptr);
+}
+
 void on_stop(int) {
   const int64_t now = now_ms();
   if (wanted.exchange(true)) {
@@ -68,12 +85,24 @@ void on_stop(int) {
     return;
   }
   first_ms = now;
-  if (!running) leave();
-  const int64_t grace = std::max<int64_t>(grace_ms.load(), 1);
-  itimerval timer{};
-  timer.it_value.tv_sec = grace / 1000;
-  timer.it_value.tv_usec = grace % 1000 * 1000;
-  ::setitimer(ITIMER_REAL, &timer, nullptr);
+  if (running) {
+    set_alarm(std::max<int64_t>(grace_ms.load(), 1));
+  } else if (peers) {
+    set_alarm(int64_t{1000} * kPeersWait);
+  } else {
+    leave();
+  }
+}
+
+/// Whether another launcher than --nproc has started several ranks.
+bool has_peers() {
+  if (::getenv("MTRAINING_ERROR_FD") != nullptr) return false;
+  for (const char* name :
+       {"WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"}) {
+    const char* size = ::getenv(name);
+    if (size != nullptr) return std::atoi(size) > 1;
+  }
+  return false;
 }
 
 }  // namespace
@@ -83,6 +112,7 @@ void install_stop_handlers() {
     const char* rank = ::getenv(name);
     if (rank != nullptr && std::strcmp(rank, "0") != 0) printing = false;
   }
+  peers = has_peers();
   ::signal(SIGPIPE, SIG_IGN);  // who reads the progress may leave
   struct sigaction action {};
   action.sa_flags = SA_RESTART;
@@ -100,16 +130,24 @@ void install_stop_handlers() {
 
 const std::atomic<bool>& stop_wanted() { return wanted; }
 
-void begin_steps(double grace_s, const std::string& folder, bool prints) {
-  printing = prints;
-  grace_ms = static_cast<int64_t>(std::min(grace_s, 1e6) * 1000);
-  std::snprintf(tail, sizeof(tail),
-                "no checkpoint was kept: the same command begins anew once %.800s is removed\n",
-                folder.c_str());
-  running = true;
+void resumed_at(int64_t train_step, bool by_itself) {
+  steps_done = steps_saved = train_step;
+  goes_on_by_itself = by_itself;
 }
 
+void begin_steps(double grace_s, bool prints) {
+  printing = prints;
+  grace_ms = static_cast<int64_t>(std::min(grace_s, 1e6) * 1000);
+  running = true;
+  if (wanted)
+    set_alarm(std::max<int64_t>(grace_ms.load(), 1));  // not the shorter one that was set before
+}
+
+void leave_stopped() { leave(); }
+
 void step_finished(int64_t train_step) { steps_done = train_step; }
+
+void checkpoint_saved(int64_t train_step) { steps_saved = train_step; }
 
 void end_steps() {
   const itimerval none{};

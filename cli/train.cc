@@ -9,28 +9,34 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
-#include <charconv>
+#include <chrono>
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
 #include <iostream>
 #include <memory>
+#include <numeric>
 #include <optional>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "cli/config_file.h"
+#include "cli/dry_run.h"
 #include "cli/launcher.h"
+#include "cli/meeting.h"
 #include "cli/nearest.h"
 #include "cli/progress.h"
+#include "cli/resume.h"
 #include "cli/run_folder.h"
 #include "cli/stop.h"
 #include "mtraining/base/check.h"
 #include "mtraining/base/parallel.h"
 #include "mtraining/comm/c10d.h"
 #include "mtraining/comm/loopback.h"
+#include "mtraining/topology/rendezvous.h"
 #include "mtraining/topology/topology.h"
 #include "mtraining/train/trainer.h"
 
@@ -45,8 +51,10 @@ Trains the model that FILE (TOML) describes.
   --set KEY=VALUE         overrides a key; also --KEY VALUE or --KEY=VALUE where KEY has a dot
   --nproc N               starts N ranks on this machine (without it: one rank, or the launcher's environment)
   --out DIR               the run's folder (default runs/<name of FILE>): config.toml, metrics.jsonl, trace.json, summary.json
-  --resume never          begins anew (auto and a path belong to a part that is not built)
-  --dry-run               checks everything that can be checked without data, prints the resolved configuration
+  --resume WHAT           auto (default): goes on from the last checkpoint of the run's folder, begins anew where it holds none;
+                          never: begins anew, in a folder without a run; a path: goes on from this checkpoint or run
+  --dry-run               checks everything that can be checked without data, prints the resolved configuration and what follows
+                          from it: ranks, tokens, memory, kernels, where the run would go on
   --help                  this text
 
 examples:
@@ -60,7 +68,7 @@ const std::vector<std::string> kFlags = {"--config", "--set",     "--nproc", "--
                                          "--resume", "--dry-run", "--help"};
 
 struct Arguments {
-  std::string config, out;
+  std::string config, out, resume = "auto";
   std::vector<Override> overrides;
   std::optional<int> nproc;
   bool dry_run = false, help = false;
@@ -100,9 +108,9 @@ Arguments parse(int argc, char** argv) {
     } else if (flag == "--set") {
       result.overrides.push_back(split_override(take(), "--set"));
     } else if (flag == "--resume") {
-      const std::string resume = take();
-      MT_CHECK_SUPPORTED(resume == "never", "--resume: only \"never\" is built, got \"", resume,
-                         "\"");
+      result.resume = take();
+      MT_CHECK_ARG(!result.resume.empty(),
+                   "--resume: expected \"auto\", \"never\" or a path, got \"\"");
     } else if (flag == "--nproc") {
       const std::string text = take();
       char* end = nullptr;
@@ -131,25 +139,85 @@ std::string environment(const char* name) {
   return value == nullptr ? "" : value;
 }
 
-comm::C10dOptions rendezvous(const topology::LaunchEnvironment& launch) {
+/// Asked once, here: a store would ask until its timeout.
+void check_resolves(const std::string& address, const std::string& origin) {
+  addrinfo* found = nullptr;
+  const int unresolved = ::getaddrinfo(address.c_str(), nullptr, nullptr, &found);
+  MT_CHECK_ARG(unresolved == 0, origin, ": ", address,
+               " cannot be resolved: ", ::gai_strerror(unresolved));
+  ::freeaddrinfo(found);
+}
+
+/// One thread says why this process ends; another that also knows waits for that end.
+void claim_the_end() {
+  static std::atomic_flag claimed;
+  if (!claimed.test_and_set()) return;
+  while (true) ::pause();
+}
+
+std::chrono::milliseconds rendezvous_timeout() {
+  const std::string text = environment("MTRAINING_RENDEZVOUS_TIMEOUT_S");
+  char* end = nullptr;
+  const double seconds = text.empty() ? 600 : std::strtod(text.c_str(), &end);
+  MT_CHECK_ARG(text.empty() || (*end == '\0' && seconds > 0 && seconds <= 1e6),
+               "environment variable MTRAINING_RENDEZVOUS_TIMEOUT_S: expected seconds, got \"",
+               text, "\"");
+  return std::chrono::milliseconds(static_cast<int64_t>(seconds * 1000));
+}
+
+std::unique_ptr<Meeting> meet(const topology::LaunchEnvironment& launch,
+                              const topology::Rendezvous& rendezvous, const std::string& config) {
+  MeetingOptions options;
+  options.rendezvous = rendezvous;
+  options.rank = launch.rank;
+  options.size = launch.world_size;
+  options.identity = config;
+  options.timeout = rendezvous_timeout();
+  options.on_stop = [] {
+    claim_the_end();
+    leave_stopped();
+  };
+  options.on_failure = [rank = launch.rank](const std::string& cause) {
+    claim_the_end();
+    report_error(rank, 1, cause);
+    ::_exit(1);
+  };
+  return std::make_unique<Meeting>(options);
+}
+
+comm::C10dOptions transport_options(const topology::LaunchEnvironment& launch,
+                                    const topology::Rendezvous& rendezvous) {
   comm::C10dOptions options;
   options.rank = launch.rank;
   options.size = launch.world_size;
-  const std::string address = environment("MASTER_ADDR"), port = environment("MASTER_PORT");
-  MT_CHECK_ARG(!address.empty() && !port.empty(), "MASTER_ADDR and MASTER_PORT: expected both for ",
-               launch.world_size, " ranks, got \"", address, "\" and \"", port, "\"");
-  options.master_addr = address;
-  const auto [end, error] =
-      std::from_chars(port.data(), port.data() + port.size(), options.master_port);
-  MT_CHECK_ARG(error == std::errc() && end == port.data() + port.size() &&
-                   options.master_port > 0 && options.master_port < 65536,
-               "MASTER_PORT: expected 1 to 65535, got \"", port, "\"");
-  addrinfo* found = nullptr;  // asked once here, because the store would ask until its timeout
-  const int unresolved = ::getaddrinfo(address.c_str(), nullptr, nullptr, &found);
-  MT_CHECK_ARG(unresolved == 0, "MASTER_ADDR: ", address,
-               " cannot be resolved: ", ::gai_strerror(unresolved));
-  ::freeaddrinfo(found);
+  // Where all ranks are on one host its name need not resolve, nor be reachable.
+  options.master_addr = rendezvous.one_host ? "127.0.0.1" : rendezvous.address;
+  options.master_port = rendezvous.ports.front();
   return options;
+}
+
+/// This rank's ways to the others. The meeting comes first, so that whoever ends the process can tell them.
+struct Connections {
+  std::unique_ptr<Meeting> meeting;  ///< under another launcher than --nproc, until the first step
+  std::unique_ptr<comm::Transport> transport;
+};
+
+void connect(const train::RunConfig& config, const topology::LaunchEnvironment& launch,
+             Connections& connections) {
+  if (launch.world_size == 1) {
+    connections.transport = comm::make_single();
+    return;
+  }
+  const topology::Rendezvous rendezvous = topology::find_rendezvous(launch);
+  if (rendezvous.address_is_given) check_resolves(rendezvous.address, "MASTER_ADDR");
+  comm::C10dOptions options = transport_options(launch, rendezvous);
+  if (!started_by_launch()) {
+    if (!rendezvous.address_is_given)
+      check_resolves(rendezvous.address, "the launcher's host of rank 0 (set MASTER_ADDR)");
+    connections.meeting = meet(launch, rendezvous, to_toml(config));
+    options.share_port = [&](int port) { return connections.meeting->share_port(port); };
+  }
+  connections.transport = comm::make_c10d(options);
 }
 
 /// More ranks than cores: the threads of a rank's transport spin while another thread holds a connection's lock, and a
@@ -169,16 +237,6 @@ void share_cores(int local_ranks) {
   at::set_num_threads(each);
 }
 
-void print_dry_run(const train::RunConfig& config, const train::ResolvedRun& resolved) {
-  const layout::Layout layout(train::ring_options(config, resolved).layout);
-  std::cout << to_toml(config) << "\n# cp_size " << resolved.cp_size << " ("
-            << resolved.topology.nodes << " nodes of " << resolved.topology.ranks_per_node
-            << "), dp_size " << resolved.dp_size << ", " << resolved.steps << " train steps of "
-            << resolved.accumulation << " micro-steps, " << layout.tokens_per_rank()
-            << " tokens a rank (" << layout.padded_len() - layout.seq_len()
-            << " of padding a sequence)" << std::endl;
-}
-
 /// What is wrong with a file, and where files come from when there is none.
 void open_data(const train::RunConfig& config, const train::ResolvedRun& resolved) {
   try {
@@ -193,34 +251,71 @@ void open_data(const train::RunConfig& config, const train::ResolvedRun& resolve
   }
 }
 
-/// `transport` is set as soon as there is one, so that whoever ends the process can tell the other ranks.
+std::vector<std::string> open_weights(const train::RunConfig& config) {
+  try {
+    return train::check_weights(config);
+  } catch (const InvalidArgument& error) {
+    throw InvalidArgument(concat("model.init_from: ", error.what()));
+  } catch (const Unsupported& error) {
+    throw Unsupported(concat("model.init_from: ", error.what()));
+  }
+}
+
+void leave_finished(const std::string& out, const Start& start,
+                    const topology::LaunchEnvironment& launch, Connections& connections) {
+  std::vector<int> ranks(launch.world_size);
+  std::iota(ranks.begin(), ranks.end(), 0);
+  connections.transport->open_host("leave", ranks)->barrier();  // nobody is still connecting
+  if (connections.meeting) connections.meeting->end();
+  if (launch.rank != 0) return;
+  std::cout << out << ": nothing is left to train: " << start.checkpoint << " has all "
+            << start.steps_done
+            << " train steps; a larger train.steps goes on, another --out begins anew" << std::endl;
+}
+
 int train_here(train::RunConfig config, const train::ResolvedRun& resolved,
-               const topology::LaunchEnvironment& launch,
-               std::unique_ptr<comm::Transport>& transport) {
+               const topology::LaunchEnvironment& launch, const std::string& resume,
+               Connections& connections) {
   // torch's own warnings about lost peers would bury the cause.
   ::setenv("TORCH_CPP_LOG_LEVEL", "ERROR", 0);
   c10::initLogging();
   share_cores(launch.local_world_size.value_or(launch.world_size));
-  transport = launch.world_size == 1 ? comm::make_single() : comm::make_c10d(rendezvous(launch));
+  connect(config, launch, connections);
   // Ranks have met, so that each learns why another leaves; the folder is touched only when all else is known to be right.
   open_data(config, resolved);
+  const Start start = choose_start(resume, config, resolved.steps);
+  if (start.kind == StartKind::kFinished) {
+    leave_finished(config.out, start, launch, connections);
+    return 0;
+  }
+  std::vector<std::string> notices = start.notices;
+  if (start.kind == StartKind::kAnew) {
+    for (const std::string& file : open_weights(config))
+      notices.push_back(concat(*config.init_from, ": ", file, " is not read"));
+  } else {
+    notices.push_back(concat("goes on from ", start.checkpoint));
+  }
   std::optional<RunFolder> folder;
   if (launch.rank == 0) folder.emplace(config.out);
-  train::Trainer trainer(config, resolved, *transport);
+  resumed_at(start.steps_done, resume == "auto");
+  config.text = to_toml(config);
+  train::Trainer trainer(config, resolved, *connections.transport, start.checkpoint);
   if (folder) folder->write("config.toml", to_toml(config));
   train::TrainObserver observer;
   std::optional<Progress> progress;
   if (launch.rank == 0) {
-    const bool dense = config.attention.pattern == pattern::PatternKind::kDense;
-    progress.emplace(dense ? "dense" : "vertical_slash", ::isatty(STDOUT_FILENO) != 0);
+    progress.emplace(std::string(to_string(config.attention.pattern)), stdout_is_terminal());
+    for (const std::string& notice : notices) progress->notice(notice);
     observer.preflight = [&](const train::Preflight& p) { progress->preflight(p); };
     observer.warning = [&](const std::string& text) { progress->warning(text); };
   }
+  observer.saved = [](int64_t step) { checkpoint_saved(step); };
   observer.step = [&](const trace::StepMetrics& m, int64_t total) {
     step_finished(m.train_step);
     if (progress) progress->step(m, total);
   };
-  begin_steps(config.train.stop_grace_s, config.out, launch.rank == 0);
+  if (connections.meeting) connections.meeting->end();
+  begin_steps(config.train.stop_grace_s, launch.rank == 0);
   const train::TrainResult result = trainer.run(observer, &stop_wanted());
   end_steps();
   if (progress) {
@@ -252,10 +347,15 @@ int run_train(int argc, char** argv) {
   MT_CHECK_ARG(!arguments.config.empty(),
                "train: expected --config FILE; see mtraining train --help");
   topology::LaunchEnvironment launch = topology::read_launch_environment();
-  const bool launching = arguments.nproc.has_value() && launch.launcher == "none";
+  // In a batch script's own shell, and in a step of one task, --nproc is what starts the ranks.
+  const bool alone = launch.launcher == "none" || !launch.certain ||
+                     (launch.launcher == "srun" && launch.world_size == 1);
+  const bool launching = arguments.nproc.has_value() && alone;
   MT_CHECK_ARG(!arguments.nproc.has_value() || launching, "--nproc: ", launch.launcher,
                " has already started the ranks; leave it out");
   if (launching) {
+    launch = {};
+    launch.launcher = "none";
     launch.world_size = *arguments.nproc;
     launch.local_world_size = *arguments.nproc;
   }
@@ -270,22 +370,26 @@ int run_train(int argc, char** argv) {
     throw Unsupported(with_place(loaded, error.what()));
   }
   if (arguments.dry_run) {
-    if (launching || launch.rank == 0) print_dry_run(loaded.config, resolved);
+    const Start start = choose_start(arguments.resume, loaded.config, resolved.steps);
+    if (launching || launch.rank == 0)
+      print_dry_run(loaded.config, resolved, launch, launching, start);
     check_printed();
     return 0;
   }
   if (launching && *arguments.nproc > 1) {
+    if (stop_wanted()) leave_stopped();
     return cli::launch(
         {arguments.for_children, *arguments.nproc, loaded.config.train.stop_grace_s});
   }
-  std::unique_ptr<comm::Transport> transport;
-  if (launch.world_size == 1) return train_here(loaded.config, resolved, launch, transport);
+  Connections connections;
+  if (launch.world_size == 1)
+    return train_here(loaded.config, resolved, launch, arguments.resume, connections);
 
   // One rank of several. Whatever fails ends this process at once: destructors could wait for peers that wait for us.
   int code = 1;
   std::string message;
   try {
-    const int result = train_here(loaded.config, resolved, launch, transport);
+    const int result = train_here(loaded.config, resolved, launch, arguments.resume, connections);
     std::cout << std::flush;
     return result;
   } catch (const InvalidArgument& error) {
@@ -303,9 +407,11 @@ int run_train(int argc, char** argv) {
     if (launch.rank == 0) std::cout << stopped_line() << std::flush;
     ::_exit(0);
   }
+  claim_the_end();
   report_error(launch.rank, code, one_line(message));
   // Not every launcher ends the others: they may be waiting for this rank to open a communicator.
-  if (transport) transport->abort(one_line(message));
+  if (connections.meeting) connections.meeting->fail(one_line(message));
+  if (connections.transport) connections.transport->abort(one_line(message));
   ::_exit(code);
 }
 

@@ -68,6 +68,7 @@ class TrainingState {
   explicit TrainingState(const std::filesystem::path& folder);
   ~TrainingState();
 
+  const std::string& path() const { return path_; }
   const Progress& progress() const { return progress_; }
   /// How many ranks wrote it.
   int world_size() const { return world_size_; }

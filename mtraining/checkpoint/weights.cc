@@ -103,8 +103,8 @@ at::ScalarType scalar_type_of(StoredType type) {
   throw InternalError("no such StoredType");
 }
 
-void load_weights(const WeightFolder& folder, const std::vector<model::Parameter>& parameters,
-                  bool tied_head) {
+void check_weights(const WeightFolder& folder, const std::vector<model::Parameter>& parameters,
+                   bool tied_head) {
   std::map<std::string, at::Tensor, std::less<>> wanted;
   for (const model::Parameter& parameter : parameters) {
     MT_CHECK_ARG(wanted.emplace(parameter.name, parameter.value).second, "parameter ",
@@ -121,7 +121,12 @@ void load_weights(const WeightFolder& folder, const std::vector<model::Parameter
                  folder.path(), ": tie_word_embeddings is true, but ", in_quotes(kHead),
                  " differs from ", in_quotes(kEmbedding));
   }
-  for (const auto& [name, value] : wanted) {
+}
+
+void load_weights(const WeightFolder& folder, const std::vector<model::Parameter>& parameters,
+                  bool tied_head) {
+  check_weights(folder, parameters, tied_head);
+  for (const auto& [name, value] : parameters) {
     value.detach().copy_(tensor_of(folder, name));
     folder.release(name);
   }

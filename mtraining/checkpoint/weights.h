@@ -32,6 +32,9 @@ at::ScalarType scalar_type_of(StoredType type);
 /// parameter wants, shapes that differ (expected, got), types that are no floats; a head that differs from the embedding.
 void load_weights(const WeightFolder& folder, const std::vector<model::Parameter>& parameters,
                   bool tied_head);
+/// The checks of load_weights alone; parameters may be on the meta device.
+void check_weights(const WeightFolder& folder, const std::vector<model::Parameter>& parameters,
+                   bool tied_head);
 
 /// Writes the parameters as `type`, in their order, one on the host at a time. The folder must exist.
 /// Errors: ExternalError (disk full, ..).

@@ -45,13 +45,32 @@ std::string to_json(const StepMetrics& m) {
   row["step_imbalance_time"] = number(m.step_imbalance_time);
   row["comm_bytes"] = m.comm_bytes;
   row["peak_memory_bytes"] = m.peak_memory_bytes;
+  row["peak_tensor_bytes"] = m.peak_tensor_bytes;
   row["skipped"] = m.skipped;
   row["heads_dense"] = m.heads_dense;
   row["caps_hit"] = m.caps_hit;
+  row["columns_per_step"] = m.columns_per_step;
   return row.dump();
 }
 
-MetricsFile::MetricsFile(const std::filesystem::path& path) : path_(path.string()), out_(path) {
+MetricsFile::MetricsFile(const std::filesystem::path& path, int64_t keep_to)
+    : path_(path.string()) {
+  if (keep_to > 0 && std::filesystem::exists(path)) {
+    // Beside it first: a process that dies here leaves the rows as they were.
+    const std::string part = path_ + ".part";
+    std::ifstream rows(path);
+    std::ofstream kept(part);
+    for (std::string line; std::getline(rows, line);) {
+      const nlohmann::json row = nlohmann::json::parse(line, nullptr, false);
+      const bool whole =
+          row.is_object() && row.contains("train_step") && row["train_step"].is_number_integer();
+      if (whole && row["train_step"].get<int64_t>() <= keep_to) kept << line << '\n';
+    }
+    kept.close();
+    MT_CHECK_EXTERNAL(!kept.fail(), part, ": writing failed: ", std::strerror(errno));
+    std::filesystem::rename(part, path);
+  }
+  out_.open(path, keep_to > 0 ? std::ios::app : std::ios::trunc);
   MT_CHECK_EXTERNAL(out_.good(), path_, ": cannot be created: ", std::strerror(errno));
 }
 

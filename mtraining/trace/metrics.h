@@ -40,9 +40,12 @@ struct StepMetrics {
   double step_imbalance_time = 1;
   int64_t comm_bytes = 0;         ///< payload sent by all ranks in this step
   int64_t peak_memory_bytes = 0;  ///< largest rank, since its start
+  int64_t peak_tensor_bytes = 0;  ///< likewise, of its tensors alone, within this step
   int64_t skipped = 0;            ///< steps skipped so far because a gradient was not finite
   int64_t heads_dense = 0;        ///< over layers and samples of the step
   int64_t caps_hit = 0;
+  /// Layers and samples of the step whose columns were too many for columns = "once" and went with the shards.
+  int64_t columns_per_step = 0;
 };
 
 /// One line of JSON, without the newline.
@@ -50,8 +53,9 @@ std::string to_json(const StepMetrics& metrics);
 
 class MetricsFile {
  public:
-  /// Errors: ExternalError where the file cannot be created.
-  explicit MetricsFile(const std::filesystem::path& path);
+  /// Rows of an older file up to train_step `keep_to` stay, later ones and a torn last line go. Errors: ExternalError where
+  /// the file cannot be written.
+  explicit MetricsFile(const std::filesystem::path& path, int64_t keep_to = 0);
   void write(const StepMetrics& metrics);
 
  private:

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <limits>
 #include <numeric>
+#include <span>
 #include <string_view>
 
 #include "mtraining/base/check.h"
@@ -45,40 +46,95 @@ void AttentionLayers::begin(trace::SpanRecorder* recorder, int64_t train_step) {
 model::Attend AttentionLayers::attend(const AttendRequest& request) {
   return [this, request](int64_t layer, const at::Tensor& q, const at::Tensor& k,
                          const at::Tensor& v) {
+    return named(layer, first(request, layer, q, k, v).out);
+  };
+}
+
+TwiceAttend AttentionLayers::attend_twice(const AttendRequest& request) {
+  const auto run_first = [this, request](int64_t layer, const at::Tensor& q, const at::Tensor& k,
+                                         const at::Tensor& v, KeptAttention& kept) {
+    const attention::AttentionOutput output = first(request, layer, q, k, v);
+    kept = {output.index, {output.out, output.lse, output.out_residual}};
+    return output.out;
+  };
+  const auto run_again = [this, documents = request.document_starts](
+                             int64_t layer, const at::Tensor& q, const at::Tensor& k,
+                             const at::Tensor& v, const KeptAttention& kept) {
+    if (boundary_) boundary_();
     layer_ = layer;
     attention::AttentionCall call;
-    call.pattern = request.pattern;
-    call.measure_recall = request.measure_recall;
-    call.recall_seed = request.recall_seed;
-    if (request.replay != nullptr) {
-      MT_CHECK_ARG(static_cast<int64_t>(request.replay->size()) == num_layers_, "replay: expected ",
-                   num_layers_, " indices, got ", request.replay->size());
-      call.index = (*request.replay)[layer];
-    }
-    const attention::AttentionOutput output =
-        attention::sparse_ring_attention(context_, q, k, v, call);
-    const index::Index& index = *output.index;
-    ++passes_[layer];
-    seen_.density[layer] += index::density(index);
-    seen_.heads_dense += std::count(index.dense_heads.begin(), index.dense_heads.end(), 1);
-    seen_.caps_hit += index.caps_hit;
-    seen_.indices[layer] = output.index;
-    if (output.recall) {
-      ++recall_passes_[layer];
-      seen_.recall[layer] += output.recall->sampled;
-      seen_.recall_worst = std::min(seen_.recall_worst, output.recall->sampled_worst);
-    }
-    if (layer == request.keep_layer) {
-      seen_.kept_q = q.detach();
-      seen_.kept_k = k.detach();
-    }
-    at::Tensor out = output.out;
-    if (out.requires_grad()) {
-      // Runs right before this layer's backward, so that its spans carry the layer.
-      out.register_hook([this, layer](const at::Tensor&) { layer_ = layer; });
-    }
-    return out;
+    call.document_starts = documents;
+    call.index = kept.index;
+    call.result = kept.result;
+    return named(layer, attention::sparse_ring_attention(context_, q, k, v, call).out);
   };
+  return {run_first, run_again};
+}
+
+attention::AttentionOutput AttentionLayers::first(const AttendRequest& request, int64_t layer,
+                                                  const at::Tensor& q, const at::Tensor& k,
+                                                  const at::Tensor& v) {
+  if (boundary_) boundary_();
+  layer_ = layer;
+  attention::AttentionCall call;
+  MT_ASSERT(static_cast<int64_t>(request.patterns.size()) == num_layers_, "a pattern for each of ",
+            num_layers_, " layers, got ", request.patterns.size());
+  call.pattern = request.patterns[layer];
+  call.document_starts = request.document_starts;
+  const bool dense = call.pattern.kind == pattern::PatternKind::kDense;
+  call.measure_recall = request.measure_recall && !dense;
+  call.recall_seed = request.recall_seed;
+  if (request.replay != nullptr) {
+    MT_CHECK_ARG(static_cast<int64_t>(request.replay->size()) == num_layers_, "replay: expected ",
+                 num_layers_, " indices, got ", request.replay->size());
+    call.index = (*request.replay)[layer];
+  }
+  const attention::AttentionOutput output =
+      attention::sparse_ring_attention(context_, q, k, v, call);
+  const index::Index& index = *output.index;
+  ++passes_[layer];
+  const at::Tensor starts =
+      request.document_starts.defined() ? request.document_starts.contiguous() : at::Tensor();
+  std::span<const int32_t> documents;
+  if (starts.defined())
+    documents = {starts.const_data_ptr<int32_t>(), static_cast<size_t>(starts.numel())};
+  seen_.density[layer] += index::density(index, documents);
+  seen_.heads_dense += std::count(index.dense_heads.begin(), index.dense_heads.end(), 1);
+  seen_.caps_hit += index.caps_hit;
+  seen_.columns_per_step += output.columns_per_step ? 1 : 0;
+  for (int b = 0; b < index.batch; ++b) {
+    const auto sample =
+        documents.empty() ? documents : documents.subspan(b * index.seq_len, index.seq_len);
+    for (int h = 0; h < index.num_q_heads; ++h)
+      seen_.pairs += static_cast<double>(index::computed_pairs(index, b, h, sample));
+  }
+  seen_.indices[layer] = output.index;
+  if (request.measure_recall && dense) {  // all of it
+    ++recall_passes_[layer];
+    seen_.recall[layer] += 1;
+    seen_.recall_worst = std::min(seen_.recall_worst, 1.0);
+  }
+  if (output.recall) {
+    ++recall_passes_[layer];
+    seen_.recall[layer] += output.recall->sampled;
+    seen_.recall_worst = std::min(seen_.recall_worst, output.recall->sampled_worst);
+  }
+  if (layer == request.keep_layer) {
+    seen_.kept_q = q.detach();
+    seen_.kept_k = k.detach();
+  }
+  return output;
+}
+
+at::Tensor AttentionLayers::named(int64_t layer, at::Tensor out) {
+  if (out.requires_grad()) {
+    // Runs right before this layer's backward, so that its spans carry the layer.
+    out.register_hook([this, layer](const at::Tensor&) {
+      if (boundary_) boundary_();
+      layer_ = layer;
+    });
+  }
+  return out;
 }
 
 AttentionSeen AttentionLayers::seen() const {

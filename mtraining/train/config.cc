@@ -5,6 +5,7 @@
 
 #include "mtraining/base/check.h"
 #include "mtraining/kernels/validate.h"
+#include "mtraining/train/layer_patterns.h"
 
 namespace mtraining::train {
 namespace {
@@ -51,20 +52,12 @@ void check_size(const model::DecoderConfig& m) {
 
 void check_attention(const RunConfig& config) {
   const AttentionSection& a = config.attention;
-  try {
-    pattern::check(a.options);
-  } catch (const InvalidArgument& error) {  // pattern/ knows its keys and not their section
-    throw InvalidArgument(concat("attention.", error.what()));
-  }
+  check_patterns(config);
   at_least("attention.dense_steps", a.dense_steps, 0);
   MT_CHECK_ARG(a.stripe >= layout::kBlock && a.stripe % layout::kBlock == 0,
                "attention.stripe: expected a multiple of ", layout::kBlock, ", got ", a.stripe);
   at_least("attention.prefetch_steps", a.prefetch_steps, 1);
   at_least("attention.ring_stride", a.ring_stride, 1);
-  MT_CHECK_SUPPORTED(
-      a.layout != layout::LayoutKind::kStriped || a.pattern == pattern::PatternKind::kDense,
-      "attention.layout: \"striped\" has no 64-token blocks, so that it is for "
-      "pattern = \"dense\" alone");
 }
 
 topology::Topology resolve_topology(const RunConfig& config, int cp_size,
@@ -92,7 +85,12 @@ ResolvedRun resolve(RunConfig& config, const topology::LaunchEnvironment& launch
   at_most("train.global_batch_size", train.global_batch_size, int64_t{1} << 31);
   at_most("train.micro_batch_size", train.micro_batch_size, int64_t{1} << 31);
   at_least("train.loss_chunk", train.loss_chunk, 1);
+  at_least("train.mlp_tile", train.mlp_tile, 0);
   at_least("train.recall_every", train.recall_every, 0);
+  MT_CHECK_ARG(!train.peak_flops_per_s ||
+                   (*train.peak_flops_per_s > 0 && std::isfinite(*train.peak_flops_per_s)),
+               "train.peak_flops_per_s: expected a finite number above 0, got ",
+               train.peak_flops_per_s.value_or(0));
   MT_CHECK_ARG(train.stop_grace_s > 0 && std::isfinite(train.stop_grace_s),
                "train.stop_grace_s: expected a finite number above 0, got ", train.stop_grace_s);
   MT_CHECK_ARG(train.steps.has_value() != train.tokens.has_value(),
@@ -111,6 +109,13 @@ ResolvedRun resolve(RunConfig& config, const topology::LaunchEnvironment& launch
   for (const double p : config.eval.also_p) {
     MT_CHECK_ARG(p >= 0 && p <= 1, "eval.also_p: expected values from 0 to 1, got ", p);
   }
+  at_least("checkpoint.every", config.checkpoint.every, 0);
+  at_least("checkpoint.keep", config.checkpoint.keep, 0);
+  at_most("checkpoint.keep", config.checkpoint.keep, 1000000);
+  MT_CHECK_ARG(config.checkpoint.save_every_minutes >= 0 &&
+                   std::isfinite(config.checkpoint.save_every_minutes),
+               "checkpoint.save_every_minutes: expected a finite number of at least 0, got ",
+               config.checkpoint.save_every_minutes);
   at_least("trace.first_step", config.trace.first_step, 1);
   at_least("trace.steps", config.trace.steps, 0);
   MT_CHECK_ARG(config.trace.example_layer >= -1 &&
@@ -131,6 +136,8 @@ ResolvedRun resolve(RunConfig& config, const topology::LaunchEnvironment& launch
   const int local = launch.local_world_size.value_or(1);
   MT_CHECK_ARG(local <= world, "LOCAL_WORLD_SIZE: expected at most WORLD_SIZE = ", world, ", got ",
                local);
+  MT_CHECK_ARG(config.parallel.zero == 0 || config.parallel.zero == 2,
+               "parallel.zero: expected 0 or 2, got ", config.parallel.zero);
   at_least("parallel.dp_size", config.parallel.dp_size, 1);
   if (config.parallel.cp_size) at_least("parallel.cp_size", *config.parallel.cp_size, 1);
   resolved.dp_size = config.parallel.dp_size;

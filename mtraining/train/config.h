@@ -21,6 +21,7 @@
 #include "mtraining/pattern/pattern.h"
 #include "mtraining/ring/schedule.h"
 #include "mtraining/topology/topology.h"
+#include "mtraining/train/recompute.h"
 
 namespace mtraining::train {
 
@@ -28,17 +29,36 @@ struct DataSection {
   std::vector<data::Source> train;
   std::vector<data::Source> valid;  ///< empty: no held-out loss
   uint64_t shuffle_seed = 0;
+  bool document_mask = false;  ///< samples are rows of documents; nothing crosses their bounds
 };
 
 struct ParallelSection {
   std::optional<int> cp_size;        ///< absent: all ranks / dp_size
   std::optional<int> cp_inner_size;  ///< absent: min(cp_size, LOCAL_WORLD_SIZE)
   int dp_size = 1;
+  /// 0: every rank holds all gradients and optimizer state; 2: of all ranks (cp x dp) each holds its part.
+  int zero = 0;
+  bool offload_optimizer = false;  ///< masters and moments in host memory
 };
 
-struct AttentionSection {
+/// The keys of [attention] that a range of layers may have for itself.
+struct PatternSection {
   pattern::PatternKind pattern = pattern::PatternKind::kVerticalSlash;
   pattern::VerticalSlashOptions options;
+  /// "fixed": lists of every head from a file (docs/formats.md), or how many columns and diagonals each head takes.
+  std::optional<std::string> pattern_file;
+  std::optional<int64_t> fixed_columns, fixed_diagonals;
+  pattern::XAttentionOptions xattention;
+  pattern::MobaOptions moba;
+};
+
+/// Layers first .. last, both included. What the range does not give is [attention]'s.
+struct LayerRange : PatternSection {
+  int64_t first = 0, last = 0;
+};
+
+struct AttentionSection : PatternSection {
+  std::vector<LayerRange> layers;
   int64_t dense_steps = 0;  ///< the first train steps use dense attention
   layout::LayoutKind layout = layout::LayoutKind::kBlockStriped;
   int64_t stripe = 64;
@@ -61,14 +81,19 @@ struct TrainSection {
   uint64_t seed = 0;
   double stop_grace_s = 20;
   bool preflight = true;
+  Recompute recompute = Recompute::kNone;
+  int64_t mlp_tile = 0;       ///< tokens of one tile of the MLP, recomputed in backward; 0: off
   int64_t loss_chunk = 1024;  ///< tokens of one chunk of logits
   int64_t recall_every = 10;  ///< train steps between measurements of recall; 0: never
+  std::optional<double>
+      peak_flops_per_s;  ///< of one rank's device, for metrics' mfu; absent: unknown
 };
 
 struct OptimSection {
   optim::AdamWOptions adamw;
-  optim::ScheduleOptions schedule;  ///< total_steps is filled by resolve()
-  double clip_norm = 1.0;           ///< 0: off
+  optim::ScheduleOptions schedule;         ///< total_steps is filled by resolve()
+  double clip_norm = 1.0;                  ///< 0: off
+  at::ScalarType grad_dtype = at::kFloat;  ///< in which gradients are added up and sent
 };
 
 struct EvalSection {
@@ -88,15 +113,38 @@ struct TraceSection {
   int64_t example_head = 0;
 };
 
+/// Keys model.rope_scaling.* as given; model.rope is what follows from them.
+struct RopeScalingSection {
+  std::optional<std::string> rope_type;  ///< "none", "linear", "yarn", "llama3"
+  std::optional<double> factor;
+  std::optional<int64_t> original_max_position_embeddings;
+  std::optional<double> beta_fast, beta_slow, attention_factor, mscale, mscale_all_dim;
+  std::optional<bool> truncate;
+  std::optional<double> low_freq_factor, high_freq_factor;
+};
+
+struct CheckpointSection {
+  int64_t every = 0;  ///< train steps between checkpoints; 0: only where the run ends or is stopped
+  double save_every_minutes = 0;   ///< 0: off
+  int64_t keep = 2;                ///< last checkpoints that stay; 0: all
+  bool save_accumulation = false;  ///< gradients of a step's finished micro-steps are kept too
+};
+
 struct RunConfig {
   model::DecoderConfig model;
+  RopeScalingSection rope_scaling;
+  std::optional<std::string>
+      init_from;  ///< Hugging Face folder of the first weights; absent: random ones
   DataSection data;
   ParallelSection parallel;
   AttentionSection attention;
   TrainSection train;
   OptimSection optim;
   EvalSection eval;
+  CheckpointSection checkpoint;
   TraceSection trace;
+  std::string
+      text;         ///< as TOML; checkpoints keep it, so that a resumed run can be compared with it
   std::string out;  ///< the run's folder
 };
 

@@ -28,6 +28,8 @@ class Job {
   std::vector<int> cp_members() const;
   comm::Transport& transport() { return transport_; }
   comm::Communicator& gradients() { return *gradients_; }
+  /// Takes host memory.
+  comm::Communicator& metrics() { return *metrics_; }
   int64_t bytes_sent() const;
 
   void sum(std::vector<double>& values);

@@ -1,7 +1,6 @@
 #include "mtraining/train/trainer.h"
 
 #include <ATen/ATen.h>
-#include <sys/resource.h>
 #include <torch/csrc/autograd/autograd.h>
 
 #include <algorithm>
@@ -13,7 +12,6 @@
 #include "mtraining/base/check.h"
 #include "mtraining/checkpoint/weight_folder.h"
 #include "mtraining/checkpoint/weights.h"
-#include "mtraining/optim/flat_parameters.h"
 #include "mtraining/optim/sharded_parameters.h"
 #include "mtraining/train/attention_layers.h"
 #include "mtraining/train/fault.h"
@@ -33,12 +31,6 @@ namespace {
 
 double seconds(int64_t begin_us, int64_t end_us) {
   return static_cast<double>(end_us - begin_us) * 1e-6;
-}
-
-int64_t peak_memory_bytes() {
-  rusage usage{};
-  getrusage(RUSAGE_SELF, &usage);
-  return usage.ru_maxrss * 1024;
 }
 
 data::BatchOptions batch_options(const RunConfig& config, const ResolvedRun& resolved,
@@ -71,12 +63,9 @@ std::unique_ptr<optim::ParameterShare> make_share(const RunConfig& config,
                                                   comm::Communicator& group) {
   std::vector<optim::ParameterShare::Named> named;
   for (const auto& p : parameters) named.push_back({p.name, p.value});
-  optim::ShareOptions options;
-  options.grad_dtype = config.optim.grad_dtype;
-  options.offload = config.parallel.offload_optimizer;
-  if (config.parallel.zero == 2)
-    return std::make_unique<optim::ShardedParameters>(std::move(named), group, options);
-  return std::make_unique<optim::FlatParameters>(std::move(named), options, &group);
+  return optim::make_parameter_share(
+      std::move(named), group, config.parallel.zero,
+      {config.optim.grad_dtype, config.parallel.offload_optimizer});
 }
 
 /// After so many skipped steps in a row nothing will become finite again: weights do not change.
@@ -424,7 +413,7 @@ trace::StepMetrics Trainer::step(
   const std::vector<StepWork>& work = s.layers.work();
   const auto gathered = s.job.gather(
       {data_wait_s, static_cast<double>(s.context.bytes_sent() + s.job.bytes_sent() - bytes_before),
-       static_cast<double>(peak_memory_bytes()), static_cast<double>(work.size()),
+       static_cast<double>(peak_resident_bytes()), static_cast<double>(work.size()),
        seen.mean_density(), static_cast<double>(seen.heads_dense),
        static_cast<double>(seen.caps_hit), s.stop != nullptr && s.stop->load() ? 1.0 : 0.0,
        s.save_is_due() ? 1.0 : 0.0, seconds(begin_us, trace::now_us()),
