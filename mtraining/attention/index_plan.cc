@@ -53,6 +53,8 @@ uint64_t IndexPlan::digest() {
     digest.add(static_cast<uint64_t>(index_->seq_len));
     digest.add(index_->diagonals);
     digest.add(index_->columns);
+    for (const int64_t at : index_->blocks.row_begin) digest.add(static_cast<uint64_t>(at));
+    for (const int32_t block : index_->blocks.key_blocks) digest.add(static_cast<uint64_t>(block));
     digest_ = digest.value();
   }
   return *digest_;

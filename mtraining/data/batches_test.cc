@@ -6,6 +6,7 @@
 
 #include <map>
 #include <set>
+#include <tuple>
 
 #include "mtraining/base/check.h"
 
@@ -177,6 +178,149 @@ TEST_F(BatchesTest, MaskedTokensAreNoLabels) {
   wrong.add_sequence(std::vector<int64_t>(100, 1));
   wrong.finish();
   EXPECT_THROW(Batches(options(path, 10)), InvalidArgument);
+}
+
+/// Token i of the stream is i; documents of the given lengths, each cut into sequences of at most `longest` tokens.
+std::string with_documents(const std::filesystem::path& prefix, const std::vector<int64_t>& lengths,
+                           int64_t longest = 1 << 30) {
+  TokenFileWriter writer(prefix, TokenType::kInt32);
+  int64_t next = 0;
+  for (int64_t left : lengths) {
+    while (left > 0) {
+      std::vector<int64_t> ids(std::min(left, longest));
+      for (int64_t& id : ids) id = next++;
+      left -= static_cast<int64_t>(ids.size());
+      writer.add_sequence(ids);
+    }
+    writer.end_document();
+  }
+  writer.finish();
+  return prefix.string();
+}
+
+TEST_F(BatchesTest, PackedDocumentsLoseNothingButWhatIsReported) {
+  // Shorter and longer than a sample, ends on and off a sample's end, single tokens.
+  const std::vector<std::vector<int64_t>> files = {{5, 30, 1, 1, 64, 27, 100, 3},
+                                                   {40},
+                                                   {20, 20, 20},
+                                                   {1, 1, 1, 1, 1, 1, 1, 1, 1, 1},
+                                                   {19, 1, 21}};
+  for (const int64_t seq_len : {1, 4, 10, 20}) {
+    for (size_t f = 0; f < files.size(); ++f) {
+      int64_t tokens = 0;
+      std::set<int64_t> ends;  // last token of each document
+      std::vector<int64_t> document(1000);
+      for (const int64_t length : files[f]) {
+        for (int64_t i = 0; i < length; ++i) document[tokens + i] = tokens;
+        tokens += length;
+        ends.insert(tokens - 1);
+      }
+      if (tokens < seq_len) continue;
+      BatchOptions o = options(with_documents(folder_ / concat("d", f), files[f], 7), seq_len);
+      o.document_mask = true;
+      const Batches batches(o);
+      const PassCount count = batches.pass_counts()[0];
+      EXPECT_EQ(count.tokens, tokens);
+      EXPECT_EQ(count.in_samples + count.dropped, tokens);
+      EXPECT_LT(count.dropped, seq_len);
+      std::set<int64_t> seen;
+      int64_t labels = 0;
+      for (int64_t k = 0; k < batches.num_samples(0); ++k) {
+        const auto sample = batches.sample(k);
+        for (int64_t i = 0; i < seq_len; ++i) {
+          const int64_t id = sample.ids[i];
+          ASSERT_TRUE(seen.insert(id).second);
+          ASSERT_EQ(sample.labels[i], ends.contains(id) ? kIgnored : id + 1);
+          labels += sample.labels[i] != kIgnored;
+          // The first token of the sample that is of the same document.
+          ASSERT_EQ(sample.ids[sample.document_starts[i]], std::max(document[id], sample.ids[0]));
+        }
+      }
+      EXPECT_EQ(static_cast<int64_t>(seen.size()), count.in_samples);
+      EXPECT_EQ(labels, count.labels);
+    }
+  }
+}
+
+TEST_F(BatchesTest, EveryRankKnowsTheDocumentsAndPositionsRestartInEach) {
+  const int64_t seq_len = 150;
+  BatchOptions o = options(with_documents(folder_ / "d", {70, 10, 200, 1, 19, 300}), seq_len);
+  o.document_mask = true;
+  o.micro_batch = 2;
+  const Batches batches(o);
+  for (const auto kind : {layout::LayoutKind::kContiguous, layout::LayoutKind::kZigzag,
+                          layout::LayoutKind::kBlockStriped}) {
+    for (const int cp_size : {1, 2, 3}) {
+      const layout::Layout layout({kind, seq_len, cp_size, 64, 1});
+      uint64_t digest = 0;
+      for (int r = 0; r < cp_size; ++r) {
+        const Batch batch = batches.batch(0, 0, layout, r);
+        if (r == 0) digest = batch.digest;
+        EXPECT_EQ(batch.digest, digest);
+        ASSERT_EQ(batch.document_starts.sizes(), at::IntArrayRef({2, seq_len}));
+        EXPECT_TRUE(batch.rope_positions().equal(batch.document_positions));
+        for (int64_t b = 0; b < 2; ++b) {
+          const auto whole = batches.sample(b);
+          for (int64_t i = 0; i < seq_len; ++i)
+            ASSERT_EQ(batch.document_starts[b][i].item<int32_t>(), whole.document_starts[i]);
+          for (int64_t i = 0; i < layout.tokens_per_rank(); ++i) {
+            const int64_t position = batch.positions[i].item<int64_t>();
+            if (position >= seq_len) continue;
+            ASSERT_EQ(batch.document_positions[b][i].item<int64_t>(),
+                      position - whole.document_starts[position]);
+          }
+        }
+      }
+      EXPECT_NE(batches.batch(1, 0, layout, 0).digest, digest);
+    }
+  }
+  o.document_mask = false;
+  const layout::Layout layout({layout::LayoutKind::kContiguous, seq_len, 1, 64, 1});
+  EXPECT_FALSE(Batches(o).batch(0, 0, layout, 0).document_starts.defined());
+}
+
+TEST_F(BatchesTest, ARunThatGoesOnWithAnotherDpSizeTakesEachRemainingSampleOnce) {
+  const int64_t per_step = 24;
+  for (const int64_t old_batch : {1, 2}) {
+    for (const int old_dp : {1, 2, 4}) {
+      for (const int new_dp : {1, 2, 3, 4, 6}) {
+        for (int64_t micro_done = 0; micro_done < per_step / (old_batch * old_dp); ++micro_done) {
+          std::vector<int> taken(3 * per_step, 0);
+          const auto take = [&](int64_t step, int64_t from, int64_t to, int64_t batch, int dp) {
+            for (int64_t m = from; m < to; ++m)
+              for (int d = 0; d < dp; ++d)
+                for (int64_t b = 0; b < batch; ++b)
+                  ++taken.at(first_sample(step, per_step, m, batch, d, dp) + b);
+          };
+          take(0, 0, per_step / (old_batch * old_dp), old_batch, old_dp);
+          take(1, 0, micro_done, old_batch, old_dp);
+          const int64_t done = micro_done * old_batch * old_dp;
+          if (done % new_dp != 0) {
+            EXPECT_THROW(micro_step_after(done, 1, new_dp), InvalidArgument);
+            continue;
+          }
+          take(1, micro_step_after(done, 1, new_dp), per_step / new_dp, 1, new_dp);
+          take(2, 0, per_step / new_dp, 1, new_dp);
+          EXPECT_EQ(taken, std::vector<int>(taken.size(), 1))
+              << old_dp << " -> " << new_dp << " after " << done;
+        }
+      }
+    }
+  }
+}
+
+TEST_F(BatchesTest, AMixtureIsTheSameInWhateverOrderItIsAsked) {
+  BatchOptions o = options(counting("a", 1001), 10);
+  o.sources = {
+      {(folder_ / "a").string(), 2.0}, {counting("b", 501), 1.0}, {counting("c", 91), 0.3}};
+  const Batches ascending(o), any(o);
+  std::vector<SampleRef> refs;
+  for (int64_t k = 0; k < 300; ++k) refs.push_back(ascending.sample_ref(k));
+  for (const int64_t k : {299, 0, 150, 149, 151, 7, 298, 298}) {
+    const SampleRef ref = any.sample_ref(k);
+    EXPECT_EQ(std::tuple(ref.source, ref.sample, ref.epoch),
+              std::tuple(refs[k].source, refs[k].sample, refs[k].epoch));
+  }
 }
 
 TEST_F(BatchesTest, ShortDataIsAnErrorThatNamesTheFile) {

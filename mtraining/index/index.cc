@@ -97,11 +97,78 @@ Index make_index(int batch, int num_q_heads, int64_t seq_len,
   return index;
 }
 
+Index make_block_index(int batch, int num_q_heads, int64_t seq_len, BlockRows blocks) {
+  check_sizes("make_block_index", batch, num_q_heads, seq_len);
+  Index index;
+  index.batch = batch;
+  index.num_q_heads = num_q_heads;
+  index.seq_len = seq_len;
+  const int64_t rows = static_cast<int64_t>(batch) * num_q_heads, num_blocks = index.num_blocks();
+  const std::vector<int64_t>& begin = blocks.row_begin;
+  MT_CHECK_ARG(static_cast<int64_t>(begin.size()) == rows * num_blocks + 1,
+               "make_block_index: row_begin: expected ", rows * num_blocks + 1, " values, got ",
+               begin.size());
+  MT_CHECK_ARG(begin.front() == 0 && std::is_sorted(begin.begin(), begin.end()) &&
+                   begin.back() == static_cast<int64_t>(blocks.key_blocks.size()),
+               "make_block_index: row_begin: expected ascending values from 0 to ",
+               blocks.key_blocks.size());
+  for (int64_t at = 0; at < rows * num_blocks; ++at) {
+    const int64_t query_block = at % num_blocks, r = at / num_blocks;
+    int64_t before = -1;
+    for (int64_t e = begin[at]; e < begin[at + 1]; ++e) {
+      const int64_t block = blocks.key_blocks[e];
+      MT_CHECK_ARG(block > before && block <= query_block, "make_block_index: sample ",
+                   r / num_q_heads, ", head ", r % num_q_heads, ", query block ", query_block,
+                   ": expected ascending key blocks up to it, got ", block, " after ", before);
+      before = block;
+    }
+  }
+  index.blocks = std::move(blocks);
+  index.diagonals = make_lists(std::vector<std::vector<int32_t>>(rows));
+  index.columns = index.diagonals;
+  index.dense_heads.assign(rows, 0);
+  return index;
+}
+
+Index sample_of(const Index& index, int b) {
+  MT_CHECK_ARG(b >= 0 && b < index.batch, "sample_of: expected a sample below ", index.batch,
+               ", got ", b);
+  Index sample;
+  sample.num_q_heads = index.num_q_heads;
+  sample.seq_len = index.seq_len;
+  const auto rows = [&](const Lists& lists) {
+    std::vector<std::vector<int32_t>> some;
+    for (int h = 0; h < index.num_q_heads; ++h) {
+      const std::span<const int32_t> row = lists.row(index.row(b, h));
+      some.emplace_back(row.begin(), row.end());
+    }
+    return make_lists(some);
+  };
+  sample.diagonals = rows(index.diagonals);
+  sample.columns = rows(index.columns);
+  if (index.has_blocks()) {
+    const int64_t per_sample = index.num_q_heads * index.num_blocks();
+    const auto begin = index.blocks.row_begin.begin() + b * per_sample;
+    sample.blocks.row_begin.assign(begin, begin + per_sample + 1);
+    const auto keys = index.blocks.key_blocks.begin();
+    sample.blocks.key_blocks.assign(keys + begin[0], keys + begin[per_sample]);
+    const int64_t first = begin[0];
+    for (int64_t& at : sample.blocks.row_begin) at -= first;
+  }
+  const auto dense = index.dense_heads.begin() + index.row(b, 0);
+  sample.dense_heads.assign(dense, dense + index.num_q_heads);
+  return sample;
+}
+
 int64_t computed_pairs(const Index& index, int b, int h) {
   MT_CHECK_ARG(b >= 0 && b < index.batch && h >= 0 && h < index.num_q_heads,
                "computed_pairs: expected sample < ", index.batch, " and head < ", index.num_q_heads,
                ", got ", b, " and ", h);
   const int64_t num_blocks = index.num_blocks();
+  if (index.has_blocks()) {
+    const int64_t* begin = index.blocks.row_begin.data() + index.row(b, h) * num_blocks;
+    return (begin[num_blocks] - begin[0]) * kBlockPairs;
+  }
   const std::span<const int32_t> diagonals = index.diagonals.row(index.row(b, h));
   const std::span<const int32_t> columns = index.columns.row(index.row(b, h));
   int64_t pairs = 0;
@@ -115,6 +182,63 @@ int64_t computed_pairs(const Index& index, int b, int h) {
     pairs += (met - static_cast<int64_t>(below)) * kBlock;
   }
   return pairs;
+}
+
+int64_t computed_pairs(const Index& index, int b, int h, std::span<const int32_t> document_starts) {
+  if (document_starts.empty()) return computed_pairs(index, b, h);
+  MT_CHECK_ARG(static_cast<int64_t>(document_starts.size()) == index.seq_len,
+               "computed_pairs: document_starts: expected seq_len = ", index.seq_len,
+               " values, got ", document_starts.size());
+  const int64_t num_blocks = index.num_blocks(), r = index.row(b, h);
+  const std::span<const int32_t> diagonals = index.diagonals.row(r);
+  const auto diagonals_to = [&](int64_t last) {
+    return std::upper_bound(diagonals.begin(), diagonals.end(), last) - diagonals.begin();
+  };
+  // Starts ascend, so that the first row of a query block sees furthest back.
+  const auto first_start = [&](int64_t query_block) {
+    return document_starts[query_block * kBlock];
+  };
+  int64_t pairs = 0;
+  for (int64_t q = 0; q < num_blocks; ++q) {
+    const int64_t lowest = first_start(q) / kBlock;
+    if (index.has_blocks()) {
+      const std::span<const int32_t> row = index.blocks.row(r, q, num_blocks);
+      pairs += (row.end() - std::lower_bound(row.begin(), row.end(), lowest)) * kBlockPairs;
+    } else {
+      pairs += diagonals_to(q - lowest) * kBlockPairs;
+    }
+  }
+  int64_t last = 0;  // query block whose rows still see the column
+  for (const int64_t position : index.columns.row(r)) {
+    const int64_t key_block = position / kBlock;
+    last = std::max(last, key_block);
+    while (last + 1 < num_blocks && first_start(last + 1) <= position) ++last;
+    // The column's own block meets it, whatever document its first row is of.
+    pairs += (last - key_block + 1 - diagonals_to(last - key_block)) * kBlock;
+  }
+  return pairs;
+}
+
+int64_t dense_pairs(int64_t seq_len, std::span<const int32_t> document_starts) {
+  int64_t blocks = 0;
+  for (int64_t first = 0; first < seq_len; first += kBlock)
+    blocks += first / kBlock + 1 - (document_starts.empty() ? 0 : document_starts[first] / kBlock);
+  return blocks * kBlockPairs;
+}
+
+double density(const Index& index, std::span<const int32_t> document_starts) {
+  if (document_starts.empty()) return density(index);
+  MT_CHECK_ARG(static_cast<int64_t>(document_starts.size()) == index.batch * index.seq_len,
+               "density: document_starts: expected batch * seq_len = ", index.batch * index.seq_len,
+               " values or none, got ", document_starts.size());
+  double computed = 0, dense = 0;
+  for (int b = 0; b < index.batch; ++b) {
+    const auto starts = document_starts.subspan(b * index.seq_len, index.seq_len);
+    dense += static_cast<double>(dense_pairs(index.seq_len, starts)) * index.num_q_heads;
+    for (int h = 0; h < index.num_q_heads; ++h)
+      computed += static_cast<double>(computed_pairs(index, b, h, starts));
+  }
+  return computed / dense;
 }
 
 double density(const Index& index) {
@@ -156,6 +280,15 @@ std::vector<uint8_t> mask(const Index& index, std::span<const int32_t> document_
     for (int64_t i = 0; i < length; ++i) {
       const int64_t start = document_starts.empty() ? 0 : document_starts[b * length + i];
       uint8_t* row = out.data() + (r * length + i) * length;
+      if (index.has_blocks()) {
+        for (const int64_t block : index.blocks.row(r, i / kBlock, index.num_blocks())) {
+          for (int64_t j = std::max(start, block * kBlock); j <= std::min(i, block * kBlock + 63);
+               ++j) {
+            row[j] = 1;
+          }
+        }
+        continue;
+      }
       for (int64_t j = start; j <= i; ++j)
         row[j] = on_column[j] | on_diagonal[i / kBlock - j / kBlock];
     }

@@ -236,5 +236,83 @@ TEST(ComputedPairs, AgreesWithTheBenchmarkPatternsCount) {
   }
 }
 
+TEST(ComputedPairs, OfDocumentsAreTheBlocksAndColumnsThatSomeRowOfTheBlockMaySee) {
+  std::mt19937 random(3);
+  for (const int64_t n : {1, 64, 130, 700, 1000}) {
+    for (const int64_t longest : {1, 40, 64, 300, 2000}) {
+      std::vector<int32_t> starts;
+      while (static_cast<int64_t>(starts.size()) < 2 * n) {
+        const auto at = static_cast<int32_t>(starts.size() % n);
+        const int64_t left = n - at;
+        starts.insert(starts.end(), std::min<int64_t>(left, 1 + random() % longest), at);
+      }
+      for (const bool as_blocks : {false, true}) {
+        Index index = cases::make_six_heads(static_cast<uint32_t>(n), n);
+        const int64_t blocks = index.num_blocks();
+        if (as_blocks) {
+          BlockRows rows;
+          rows.row_begin.push_back(0);
+          for (int64_t i = 0; i < 6 * blocks; ++i) {
+            for (int32_t k = 0; k <= i % blocks; ++k)
+              if (random() % 3 == 0) rows.key_blocks.push_back(k);
+            rows.row_begin.push_back(static_cast<int64_t>(rows.key_blocks.size()));
+          }
+          index = make_block_index(2, 3, n, rows);
+        }
+        double all = 0, dense = 0;
+        for (int b = 0; b < 2; ++b) {
+          const std::span<const int32_t> sample(starts.data() + b * n, n);
+          for (int h = 0; h < 3; ++h) {
+            const auto d = index.diagonals.row(index.row(b, h));
+            int64_t pairs = 0;
+            for (int64_t q = 0; q < blocks; ++q) {
+              const int64_t from = sample[q * 64];
+              for (int64_t k = from / 64; k <= q; ++k) {
+                dense += 64 * 64;
+                if (as_blocks) {
+                  const auto row = index.blocks.row(index.row(b, h), q, blocks);
+                  pairs += std::find(row.begin(), row.end(), k) != row.end() ? 64 * 64 : 0;
+                  continue;
+                }
+                if (std::find(d.begin(), d.end(), q - k) != d.end()) {
+                  pairs += 64 * 64;
+                  continue;
+                }
+                for (const int64_t j : index.columns.row(index.row(b, h)))
+                  pairs += j / 64 == k && (j >= from || k == q) ? 64 : 0;
+              }
+            }
+            ASSERT_EQ(computed_pairs(index, b, h, sample), pairs) << n << " " << longest;
+            all += static_cast<double>(pairs);
+          }
+        }
+        EXPECT_NEAR(density(index, starts), all / dense, 1e-12);
+        if (longest == 2000) continue;
+        const std::vector<int32_t> one(2 * n, 0);
+        EXPECT_EQ(computed_pairs(index, 1, 0, std::span(one).first(n)),
+                  computed_pairs(index, 1, 0));
+      }
+      EXPECT_EQ(density(dense_index(2, 3, n), starts), 1);
+    }
+  }
+}
+
+TEST(BlockIndex, RefusesListsThatAreNotAscendingOrNotCausal) {
+  const auto said = [](std::vector<int64_t> begin, std::vector<int32_t> blocks) -> std::string {
+    try {
+      make_block_index(1, 1, 130, {std::move(begin), std::move(blocks)});
+    } catch (const InvalidArgument& error) {
+      return error.what();
+    }
+    return "";
+  };
+  EXPECT_EQ(said({0, 1, 2, 4}, {0, 1, 0, 2}), "");
+  EXPECT_NE(said({0, 1, 2, 4}, {0, 1, 2, 0}).find("query block 2: expected ascending"),
+            std::string::npos);
+  EXPECT_NE(said({0, 1, 2, 3}, {1, 1, 1}).find("query block 0"), std::string::npos);
+  EXPECT_NE(said({0, 1, 2}, {0, 1}).find("expected 4 values, got 3"), std::string::npos);
+  EXPECT_NE(said({0, 2, 1, 3}, {0, 1, 1}).find("row_begin"), std::string::npos);
+}
+
 }  // namespace
 }  // namespace mtraining::index

@@ -133,6 +133,32 @@ StepBlocks csr_lists(const Index& index, const layout::Layout& layout, int cp_ra
   return out;
 }
 
+/// An index in block form: the rank's query blocks, of each list the blocks that the source holds.
+StepBlocks block_lists(const Index& index, const layout::Layout& layout, int cp_rank,
+                       int source_rank) {
+  const int64_t num_blocks = index.num_blocks();
+  const BlockOwners owners = block_owners(layout, num_blocks);
+  const std::vector<int32_t> starts = layout.block_starts(cp_rank);
+  StepBlocks out;
+  out.kind = BlockListKind::kCsr;
+  out.num_q_blocks = layout.blocks_per_rank();
+  for (int64_t r = 0; r < index.diagonals.rows; ++r) {
+    out.row_begin.push_back(static_cast<int64_t>(out.key_blocks.size()));
+    for (int64_t local = 0; local < out.num_q_blocks; ++local) {
+      const int64_t query_block = starts[local] / kBlock;
+      if (query_block < num_blocks) {
+        for (const int32_t block : index.blocks.row(r, query_block, num_blocks)) {
+          // Local blocks ascend with their positions on every layout.
+          if (owners.cp_rank[block] == source_rank)
+            out.key_blocks.push_back(owners.local_block[block]);
+        }
+      }
+      out.row_begin.push_back(static_cast<int64_t>(out.key_blocks.size()));
+    }
+  }
+  return out;
+}
+
 /// Units of 64 local tokens at positions first + i * W: key unit B is listed iff its first key is
 /// not after the last real query.
 StepBlocks striped_dense_lists(const Index& index, const layout::Layout& layout, int cp_rank,
@@ -176,7 +202,8 @@ StepBlocks step_blocks(const Index& index, const layout::Layout& layout, int cp_
                        int source_rank) {
   const bool has_entries = layout.kind() == layout::LayoutKind::kBlockStriped ||
                            layout.kind() == layout::LayoutKind::kContiguous;
-  if (!has_entries) return step_blocks_csr(index, layout, cp_rank, source_rank);
+  if (!has_entries || index.has_blocks())
+    return step_blocks_csr(index, layout, cp_rank, source_rank);
   check_ranks("step_blocks", index.seq_len, layout, cp_rank, source_rank);
   return entry_lists(index, layout, cp_rank, source_rank);
 }
@@ -184,6 +211,8 @@ StepBlocks step_blocks(const Index& index, const layout::Layout& layout, int cp_
 StepBlocks step_blocks_csr(const Index& index, const layout::Layout& layout, int cp_rank,
                            int source_rank) {
   check_ranks("step_blocks_csr", index.seq_len, layout, cp_rank, source_rank);
+  if (layout.has_blocks() && index.has_blocks())
+    return block_lists(index, layout, cp_rank, source_rank);
   if (layout.has_blocks()) return csr_lists(index, layout, cp_rank, source_rank);
   for (int64_t r = 0; r < index.diagonals.rows; ++r) check_dense_on_striped(index, r);
   return striped_dense_lists(index, layout, cp_rank, source_rank);

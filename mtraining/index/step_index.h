@@ -46,7 +46,7 @@ struct StepBlocks {
   int64_t bytes() const;
 };
 
-/// Entries where the layout has (stripe, residue) form, else CSR.
+/// Entries where the layout has (stripe, residue) form and the index diagonals, else CSR.
 /// Cost: O(diagonals) a head for entries (a sort where m > 1).
 /// Errors: InvalidArgument where index and layout differ in seq_len or a rank is out of range;
 /// Unsupported for a sparse index on `striped`.

@@ -128,6 +128,16 @@ int64_t striped_pairs(const layout::Layout& layout, int cp_rank, int source_rank
   return units * kBlockPairs;
 }
 
+/// An index in block form: calls add(query rank, key rank, pairs) for row's blocks.
+template <typename Add>
+void add_listed_blocks(const Index& index, const BlockOwners& owners, int64_t row, const Add& add) {
+  const int64_t num_blocks = index.num_blocks();
+  for (int64_t q = 0; q < num_blocks; ++q) {
+    for (const int32_t k : index.blocks.row(row, q, num_blocks))
+      add(owners.cp_rank[q], owners.cp_rank[k], kBlockPairs);
+  }
+}
+
 void check_row(const char* where, const Index& index, int64_t row) {
   MT_CHECK_ARG(row >= 0 && row < index.diagonals.rows, where, ": expected a row in [0, ",
                index.diagonals.rows, "), got ", row);
@@ -143,10 +153,17 @@ int64_t step_pairs(const Index& index, const layout::Layout& layout, int cp_rank
     check_dense_on_striped(index, row);
     return striped_pairs(layout, cp_rank, source_rank);
   }
+  int64_t pairs = 0;
+  if (index.has_blocks()) {
+    add_listed_blocks(index, block_owners(layout, index.num_blocks()), row,
+                      [&](int query_rank, int key_rank, int64_t more) {
+                        if (query_rank == cp_rank && key_rank == source_rank) pairs += more;
+                      });
+    return pairs;
+  }
   const Stripes stripes = make_stripes(layout);
   const PairCounter counter(stripes, index.num_blocks(), index.diagonals.row(row));
   const std::vector<int64_t> query_classes = stripes.classes_of(cp_rank);
-  int64_t pairs = 0;
   const auto add = [&](int64_t, int64_t key_class, int64_t more) {
     if (stripes.rank_of_class[key_class] == source_rank) pairs += more;
   };
@@ -163,6 +180,15 @@ std::vector<int64_t> rank_step_pairs(const Index& index, const layout::Layout& l
     for (int64_t row = 0; row < index.diagonals.rows; ++row) check_dense_on_striped(index, row);
     for (int source = 0; source < layout.cp_size(); ++source) {
       pairs[source] = index.diagonals.rows * striped_pairs(layout, cp_rank, source);
+    }
+    return pairs;
+  }
+  if (index.has_blocks()) {
+    const BlockOwners owners = block_owners(layout, index.num_blocks());
+    for (int64_t row = 0; row < index.diagonals.rows; ++row) {
+      add_listed_blocks(index, owners, row, [&](int query_rank, int key_rank, int64_t more) {
+        if (query_rank == cp_rank) pairs[key_rank] += more;
+      });
     }
     return pairs;
   }
@@ -190,6 +216,13 @@ std::vector<int64_t> step_pair_table(const Index& index, const layout::Layout& l
     for (int r = 0; r < ranks; ++r) {
       for (int s = 0; s < ranks; ++s) table[r * ranks + s] = striped_pairs(layout, r, s);
     }
+    return table;
+  }
+  if (index.has_blocks()) {
+    add_listed_blocks(index, block_owners(layout, index.num_blocks()), row,
+                      [&](int query_rank, int key_rank, int64_t more) {
+                        table[query_rank * ranks + key_rank] += more;
+                      });
     return table;
   }
   const Stripes stripes = make_stripes(layout);

@@ -53,9 +53,20 @@ int64_t striped_key_units(const layout::Layout& layout, int cp_rank, int source_
 }
 
 void check_dense_on_striped(const Index& index, int64_t row) {
+  MT_CHECK_SUPPORTED(!index.has_blocks(), kSparseOnStriped, " (an index of single blocks)");
   MT_CHECK_SUPPORTED(index.diagonals.counts[row] == index.num_blocks(), kSparseOnStriped,
                      " (head row ", row, " chooses ", index.diagonals.counts[row], " of ",
                      index.num_blocks(), " diagonals)");
+}
+
+BlockOwners block_owners(const layout::Layout& layout, int64_t num_blocks) {
+  BlockOwners owners;
+  for (int64_t block = 0; block < num_blocks; ++block) {
+    const layout::Owner owner = layout.owner(block * kBlock);
+    owners.cp_rank.push_back(owner.cp_rank);
+    owners.local_block.push_back(static_cast<int32_t>(owner.offset / kBlock));
+  }
+  return owners;
 }
 
 void check_ranks(const char* where, int64_t index_seq_len, const layout::Layout& layout,

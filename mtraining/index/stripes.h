@@ -38,6 +38,13 @@ struct Stripes {
 /// Errors: Unsupported on `striped`.
 Stripes make_stripes(const layout::Layout& layout);
 
+/// Which rank holds each 64-token block of the sequence, and as which of its blocks.
+struct BlockOwners {
+  std::vector<int32_t> cp_rank, local_block;  ///< [num_blocks]
+};
+/// Of a layout with blocks.
+BlockOwners block_owners(const layout::Layout& layout, int64_t num_blocks);
+
 /// `striped`: how many 64-token units of the source (from its first on) hold a key that some real
 /// query of unit `block` may see.
 int64_t striped_key_units(const layout::Layout& layout, int cp_rank, int source_rank,

@@ -50,7 +50,67 @@ comm::Buffer buffer_of(auto& values) {
 
 }  // namespace
 
-std::vector<int32_t> window_positions(const VerticalSlashOptions& options, int64_t seq_len) {
+namespace {
+
+struct Document {
+  int64_t first = 0, length = 0, rows = 0;
+};
+
+std::vector<Document> documents_of(const int32_t* document_starts, int64_t seq_len) {
+  std::vector<Document> documents;
+  for (int64_t i = 0; i < seq_len; ++i) {
+    if (i == 0 || document_starts[i] != document_starts[i - 1]) documents.push_back({.first = i});
+    ++documents.back().length;
+  }
+  return documents;
+}
+
+/// Sets how many of its last rows each document gives. False where the local diagonals cover all of them.
+bool share_rows(const VerticalSlashOptions& options, std::vector<Document>& documents) {
+  // Keys at most `covered` tokens back lie on the local diagonals, which every row has anyway.
+  const int64_t covered = int64_t{layout::kBlock} * (options.local_blocks - 1);
+  int64_t longest = 0, total = 0, observed_tokens = 0;
+  for (const Document& d : documents) longest = std::max(longest, d.length);
+  if (longest - 1 <= covered) return false;
+  std::vector<Document*> observed;
+  for (Document& d : documents) {
+    if (d.length - 1 <= covered) continue;
+    d.rows = std::min(d.length, (options.last_q * d.length + longest - 1) / longest);
+    total += d.rows;
+    observed_tokens += d.length;
+    observed.push_back(&d);
+  }
+  int64_t left = max_window_rows(options);
+  if (total <= left) return true;
+  // Too many: shares of what there is, the longest first.
+  std::stable_sort(observed.begin(), observed.end(),
+                   [](const Document* a, const Document* b) { return a->length > b->length; });
+  const int64_t all = left;
+  for (Document* d : observed) {
+    d->rows = std::min({left, d->rows, std::max<int64_t>(1, all * d->length / observed_tokens)});
+    left -= d->rows;
+  }
+  return true;
+}
+
+}  // namespace
+
+int64_t max_window_rows(const VerticalSlashOptions& options) {
+  return std::min<int64_t>(kMaxObservationRows, int64_t{16} * options.last_q);
+}
+
+std::vector<int32_t> window_positions(const VerticalSlashOptions& options, int64_t seq_len,
+                                      const int32_t* document_starts) {
+  if (document_starts != nullptr && options.window == Window::kLast) {
+    std::vector<Document> documents = documents_of(document_starts, seq_len);
+    if (documents.size() > 1 && share_rows(options, documents)) {
+      std::vector<int32_t> positions;
+      for (const Document& d : documents)
+        for (int64_t i = d.first + d.length - d.rows; i < d.first + d.length; ++i)
+          positions.push_back(static_cast<int32_t>(i));
+      return positions;
+    }
+  }
   const int64_t rows = std::min<int64_t>(options.last_q, seq_len);
   std::vector<int32_t> positions(rows);
   for (int64_t r = 0; r < rows; ++r) {
@@ -59,6 +119,46 @@ std::vector<int32_t> window_positions(const VerticalSlashOptions& options, int64
     positions[r] = static_cast<int32_t>(options.window == Window::kLast ? last : strided);
   }
   return positions;
+}
+
+void check_local(const char* pattern, const LocalAttention& local, comm::Communicator& group) {
+  MT_CHECK_ARG(local.layout != nullptr, "layout: expected one, got null");
+  const layout::Layout& layout = *local.layout;
+  MT_CHECK_SUPPORTED(layout.has_blocks(), "attention.pattern: ", pattern,
+                     " needs 64 consecutive positions on a rank, which layout ",
+                     layout::to_string(layout.kind()),
+                     " has not; use block_striped, zigzag or contiguous");
+  MT_CHECK_ARG(group.size() == layout.cp_size() && group.rank() == local.cp_rank,
+               "group: expected rank ", local.cp_rank, " of ", layout.cp_size(), ", got rank ",
+               group.rank(), " of ", group.size());
+  MT_CHECK_ARG(local.batch >= 1 && local.head_dim >= 1 && local.num_kv_heads >= 1 &&
+                   local.num_q_heads >= local.num_kv_heads &&
+                   local.num_q_heads % local.num_kv_heads == 0,
+               "q, k: expected batch, head_dim, heads of at least 1 and query heads a multiple of "
+               "kv heads, got batch ",
+               local.batch, ", head_dim ", local.head_dim, ", ", local.num_q_heads,
+               " query heads, ", local.num_kv_heads, " kv heads");
+  for (int64_t b = 0; b < local.batch && local.document_starts != nullptr; ++b) {
+    for (int64_t i = 0; i < layout.seq_len(); ++i) {
+      const int32_t start = local.document_starts[b * layout.seq_len() + i];
+      MT_CHECK_ARG(start >= 0 && start <= i, "document_starts: expected a position in [0, ", i,
+                   "] at sample ", b, ", position ", i, ", got ", start);
+    }
+  }
+}
+
+LocalAttention sample_of(const LocalAttention& local, int64_t b) {
+  LocalAttention sample = local;
+  sample.batch = 1;
+  sample.q.data = at(local.q, local.dtype, b, 0, 0);
+  sample.k.data = at(local.k, local.dtype, b, 0, 0);
+  if (local.document_starts != nullptr)
+    sample.document_starts = local.document_starts + b * local.layout->seq_len();
+  return sample;
+}
+
+bool has_windows_by_sample(const LocalAttention& local, const VerticalSlashOptions& options) {
+  return local.batch > 1 && local.document_starts != nullptr && options.window == Window::kLast;
 }
 
 std::vector<int32_t> sampled_positions(const std::vector<int32_t>& window, int64_t seq_len,
@@ -193,6 +293,7 @@ Observation::Masses Observation::masses(bool with_offsets) const {
 }
 
 std::vector<int64_t> Observation::covered(const index::Index& index) const {
+  if (index.has_blocks()) return covered_by_blocks(index);
   const index::DiagonalBitmap bitmap = index::diagonal_bitmap(index);
   kernels::ColumnLists columns;
   columns.positions = index.columns.values.data();
@@ -201,6 +302,41 @@ std::vector<int64_t> Observation::covered(const index::Index& index) const {
   std::vector<int64_t> masses = zeros(num_rows());
   kernels::ref::window_covered(params_, row_max_.data(), row_sum_.data(), bitmap.bits.data(),
                                bitmap.words, columns, masses.data());
+  sum_over_ranks(masses);
+  return masses;
+}
+
+/// A row's key blocks are the diagonals of its own query block, and so rows are looked at one by one.
+std::vector<int64_t> Observation::covered_by_blocks(const index::Index& index) const {
+  const int64_t rows = num_rows(), heads = local_.batch * local_.num_q_heads;
+  const int64_t num_blocks = index.num_blocks(), words = (num_blocks + 63) / 64;
+  const kernels::ColumnLists none;
+  std::vector<int64_t> masses = zeros(rows);
+  for (int64_t r = 0; r < rows; ++r) {
+    const int64_t query_block = positions_[r] / layout::kBlock;
+    std::vector<uint64_t> bits(heads * words, 0);
+    std::vector<float> top;
+    std::vector<int64_t> sum, mass(heads, 0);
+    for (int64_t h = 0; h < heads; ++h) {
+      for (const int64_t block : index.blocks.row(h, query_block, num_blocks)) {
+        const int64_t c = query_block - block;
+        bits[h * words + c / 64] |= uint64_t{1} << (c % 64);
+      }
+      top.push_back(row_max_[h * rows + r]);
+      sum.push_back(row_sum_[h * rows + r]);
+    }
+    std::vector<int32_t> starts;
+    for (int64_t b = 0; b < local_.batch && !document_start_.empty(); ++b)
+      starts.push_back(document_start_[b * rows + r]);
+    kernels::WindowParams one = params_;
+    one.num_rows = 1;
+    one.q.data = rows_.data() + r * local_.head_dim * kernels::size_of(local_.dtype);
+    one.row_positions = positions_.data() + r;
+    one.row_document_start = starts.empty() ? nullptr : starts.data();
+    kernels::ref::window_covered(one, top.data(), sum.data(), bits.data(), words, none,
+                                 mass.data());
+    for (int64_t h = 0; h < heads; ++h) masses[h * rows + r] = mass[h];
+  }
   sum_over_ranks(masses);
   return masses;
 }

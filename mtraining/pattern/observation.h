@@ -16,8 +16,21 @@
 
 namespace mtraining::pattern {
 
-/// The observation rows of the options: the last min(last_q, N) positions, or as many spread evenly, the last one included.
-std::vector<int32_t> window_positions(const VerticalSlashOptions& options, int64_t seq_len);
+/// The observation rows of the options, ascending. One document: the last min(last_q, N) positions, or as many spread evenly, the
+/// last one included. Several (document_starts [N] of one sample), window "last": the last rows of each document, last_q of
+/// the longest and of the others in proportion to their lengths, at least one; none of documents that the local
+/// diagonals cover whole (one document's rule where they cover all); at most max_window_rows. docs/math/pattern.md says why.
+std::vector<int32_t> window_positions(const VerticalSlashOptions& options, int64_t seq_len,
+                                      const int32_t* document_starts = nullptr);
+/// What window_positions never exceeds with documents.
+int64_t max_window_rows(const VerticalSlashOptions& options);
+/// What every pattern asks of its inputs, before any communication; `pattern` is for messages. Errors: InvalidArgument,
+/// Unsupported.
+void check_local(const char* pattern, const LocalAttention& local, comm::Communicator& group);
+/// Sample b alone. Its window may differ from other samples'.
+LocalAttention sample_of(const LocalAttention& local, int64_t b);
+/// True where each sample has a window of its own, and so an Observation of its own.
+bool has_windows_by_sample(const LocalAttention& local, const VerticalSlashOptions& options);
 
 /// `count` ascending positions outside `window` (ascending), one at random in each of `count` equal parts of what remains; all of
 /// it where it has no more.
@@ -46,6 +59,7 @@ class Observation {
   std::vector<int64_t> covered(const index::Index& index) const;
 
  private:
+  std::vector<int64_t> covered_by_blocks(const index::Index& index) const;
   void gather_rows();
   void check_values();
   void sum_over_ranks(std::vector<int64_t>& values) const;

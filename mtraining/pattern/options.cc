@@ -28,6 +28,22 @@ void check_at_least(const char* key, int64_t value, int64_t least) {
 
 }  // namespace
 
+std::string_view to_string(PatternKind kind) {
+  switch (kind) {
+    case PatternKind::kDense:
+      return "dense";
+    case PatternKind::kVerticalSlash:
+      return "vertical_slash";
+    case PatternKind::kFixed:
+      return "fixed";
+    case PatternKind::kXAttention:
+      return "xattention";
+    case PatternKind::kMoba:
+      return "moba";
+  }
+  MT_ASSERT(false, "pattern ", static_cast<int>(kind));
+}
+
 SlashPooling parse_slash_pooling(std::string_view name) {
   return parse<SlashPooling, 3>("slash_pooling", name,
                                 {{{"block", SlashPooling::kBlock},
@@ -62,6 +78,27 @@ void check(const VerticalSlashOptions& options) {
   check_at_least("recall_rows", options.recall_rows, 1);
   MT_CHECK_ARG(options.recall_rows <= kMaxObservationRows, "recall_rows: expected at most ",
                kMaxObservationRows, ", got ", options.recall_rows);
+}
+
+void check(const FixedBudgets& budgets) {
+  check_at_least("fixed_columns", budgets.columns, 0);
+  check_at_least("fixed_diagonals", budgets.diagonals, 0);
+}
+
+void check(const XAttentionOptions& options) {
+  check_at_least("xattention_stride", options.stride, 1);
+  MT_CHECK_ARG(options.block > 0 && options.block % layout::kBlock == 0,
+               "xattention_block: expected a multiple of ", layout::kBlock, ", got ",
+               options.block);
+  MT_CHECK_ARG(options.block % options.stride == 0, "xattention_stride: expected a divisor of ",
+               "xattention_block = ", options.block, ", got ", options.stride);
+  check_share("xattention_threshold", options.threshold);
+}
+
+void check(const MobaOptions& options) {
+  MT_CHECK_ARG(options.chunk > 0 && options.chunk % layout::kBlock == 0,
+               "moba_chunk: expected a multiple of ", layout::kBlock, ", got ", options.chunk);
+  check_at_least("moba_top_k", options.top_k, 1);
 }
 
 }  // namespace mtraining::pattern

@@ -23,7 +23,9 @@ namespace mtraining::pattern {
 /// Observation rows at most: their masses, in units of 2^-46, must stay within int64 over a group of heads.
 inline constexpr int64_t kMaxObservationRows = 4096;
 
-enum class PatternKind { kDense, kVerticalSlash };
+enum class PatternKind { kDense, kVerticalSlash, kFixed, kXAttention, kMoba };
+/// The name in a configuration.
+std::string_view to_string(PatternKind kind);
 enum class SlashPooling { kBlock, kPaper, kToken };
 enum class Selection { kHead, kKvGroup };
 enum class Window { kLast, kStrided };
@@ -52,6 +54,28 @@ struct VerticalSlashOptions {
 /// Errors: InvalidArgument naming the key, range and value (p outside [0, 1], last_q < 1, local_blocks < 1, ..).
 void check(const VerticalSlashOptions& options);
 
+/// pattern "fixed" with budgets: the best `columns` and `diagonals` of every head, forced ones apart. Rows, pooling, selection and
+/// forced entries are those of VerticalSlashOptions; p, caps, dense_threshold and recall_floor are not looked at.
+struct FixedBudgets {
+  int64_t columns = 0;
+  int64_t diagonals = 0;
+};
+/// Keys xattention_block, .. of [attention].
+struct XAttentionOptions {
+  int block = 128;  ///< tokens; a multiple of 64 and of stride
+  int stride = 16;
+  double threshold = 0.9;
+};
+/// Keys moba_chunk, moba_top_k of [attention].
+struct MobaOptions {
+  int64_t chunk = 4096;  ///< tokens; a multiple of 64
+  int64_t top_k = 12;    ///< chunks, a query's own counted
+};
+/// Errors: InvalidArgument naming the key, range and value.
+void check(const FixedBudgets& budgets);
+void check(const XAttentionOptions& options);
+void check(const MobaOptions& options);
+
 /// This rank's part of one attention layer.
 struct LocalAttention {
   const layout::Layout* layout = nullptr;
@@ -79,6 +103,28 @@ struct Recall {
 /// that is not the layout's, NaN, inf or values from 2^50 on in the observed rows of q or in k.
 index::Index build_vertical_slash(const LocalAttention& local, const VerticalSlashOptions& options,
                                   comm::Communicator& group);
+
+/// The same with fixed budgets. Collective, cost, errors: as build_vertical_slash.
+index::Index build_fixed(const LocalAttention& local, const VerticalSlashOptions& options,
+                         const FixedBudgets& budgets, comm::Communicator& group);
+
+/// XAttention: an index in block form. For query group i and key group j of `stride` tokens each, the score is
+///   sum over s of q[stride i + stride-1 - s] . k[stride j + s] * softmax_scale / stride,
+/// softmax over the groups j <= i; summed over the groups of a (query block, key block) of `block` tokens. A query block takes its own
+/// and the first block (of its first row's document) and then the best, lower first among equals, until they hold `threshold` of
+/// all. Computed in float64, one query block on one rank, and so the same for every split.
+/// Collective. A baseline: gathers q and k of the whole sequence on each rank, and costs N^2 D / stride multiply-adds a head over all
+/// ranks. Errors: as build_vertical_slash.
+index::Index build_xattention(const LocalAttention& local, const XAttentionOptions& options,
+                              comm::Communicator& group);
+
+/// MoBA: an index in block form. The gate of a query block and a chunk is (mean of the block's q) . (mean of the chunk's k); MoBA
+/// gates single queries, and a 64-token block is the unit here. A query block takes its own chunk, up to itself, and the
+/// top_k - 1 chunks before it with the highest gates, lower first among equals; chunks that lie before the documents of all its rows
+/// are none. Means are summed in one order, float64: the same for every split.
+/// Collective. Messages: [B, Hk, NB, D] float64 and [B, H, NB, top_k] int32. Errors: as build_vertical_slash.
+index::Index build_moba(const LocalAttention& local, const MobaOptions& options,
+                        comm::Communicator& group);
 
 /// Collective. Recall of `index` (share of the rows' attention that it covers) on the observation rows and on
 /// `options.recall_rows` rows sampled elsewhere: one at random in each of as many equal parts of the rest of the sequence, by

@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cmath>
 #include <cstdlib>
+#include <iostream>
 #include <new>
 #include <set>
 
@@ -56,11 +57,12 @@ Recall measure(const Sequence& s, const VerticalSlashOptions& options, const ind
 
 // Share of the attention of these rows that the index covers, in float64 from the mask.
 std::vector<double> exact_recall(const Sequence& s, const index::Index& index,
-                                 const std::vector<int32_t>& rows) {
+                                 const std::vector<std::vector<int32_t>>& rows_of_sample) {
   const int64_t n = s.seq_len;
   const std::vector<uint8_t> mask = index::mask(index, s.document_starts);
   std::vector<double> recall;
   for (int64_t b = 0; b < s.batch; ++b) {
+    const std::vector<int32_t>& rows = rows_of_sample[b];
     for (int64_t h = 0; h < s.heads; ++h) {
       double mean = 0;
       for (int64_t i : rows) {
@@ -122,12 +124,17 @@ TEST(MeasureRecall, IsTheShareOfAttentionUnderTheMask) {
       VerticalSlashOptions options = bare(0.6);
       options.recall_rows = 100;
       const index::Index index = build(s, options);
-      const std::vector<int32_t> window = window_positions(options, seq_len);
-      const std::vector<int32_t> sampled = sampled_positions(window, seq_len, 100, 5);
+      std::vector<std::vector<int32_t>> window, sampled;
+      for (int64_t b = 0; b < 2; ++b) {
+        const int32_t* starts =
+            s.document_starts.empty() ? nullptr : &s.document_starts[b * seq_len];
+        window.push_back(window_positions(options, seq_len, starts));
+        sampled.push_back(sampled_positions(window[b], seq_len, 100, 5));
+        if (sampled[b].empty()) sampled[b] = window[b];
+      }
       const Recall one = measure(s, options, index, cases::one_rank(seq_len));
       const std::vector<double> on_window = exact_recall(s, index, window);
-      const std::vector<double> elsewhere =
-          sampled.empty() ? on_window : exact_recall(s, index, sampled);
+      const std::vector<double> elsewhere = exact_recall(s, index, sampled);
       double mean = 0, mean_elsewhere = 0, worst = 1;
       for (size_t row = 0; row < on_window.size(); ++row) {
         EXPECT_NEAR(one.by_head[row], elsewhere[row], 1e-5);
@@ -144,6 +151,105 @@ TEST(MeasureRecall, IsTheShareOfAttentionUnderTheMask) {
         ASSERT_EQ(same.by_head, one.by_head) << cases::name(layout);
       }
     }
+  }
+}
+
+std::vector<int32_t> starts_of(const std::vector<int64_t>& lengths) {
+  std::vector<int32_t> starts;
+  for (const int64_t length : lengths)
+    starts.insert(starts.end(), length, static_cast<int32_t>(starts.size()));
+  return starts;
+}
+
+TEST(WindowPositions, AreTheLastRowsOfEachDocumentInProportionToItsLength) {
+  VerticalSlashOptions options;
+  const auto by_document = [&](const std::vector<int64_t>& lengths) {
+    const std::vector<int32_t> starts = starts_of(lengths);
+    const auto n = static_cast<int64_t>(starts.size());
+    const std::vector<int32_t> window = window_positions(options, n, starts.data());
+    EXPECT_LE(static_cast<int64_t>(window.size()), max_window_rows(options));
+    std::vector<int64_t> rows;
+    size_t at = 0;
+    int64_t end = 0;
+    for (const int64_t length : lengths) {
+      rows.push_back(0);
+      end += length;
+      while (at < window.size() && window[at] < end) ++rows.back(), ++at;
+      for (int64_t i = 0; i < rows.back(); ++i)  // its very last rows
+        EXPECT_EQ(window[at - 1 - i], end - 1 - i);
+    }
+    EXPECT_EQ(at, window.size());
+    return rows;
+  };
+  using Rows = std::vector<int64_t>;
+  EXPECT_EQ(by_document({1000, 1000, 1000}), Rows({64, 64, 64}));
+  EXPECT_EQ(by_document({4096, 1024, 2048, 300}), Rows({64, 16, 32, 5}));
+  EXPECT_EQ(by_document({3000, 65, 66, 20}), Rows({64, 0, 2, 0}));  // covered by diagonals 0 and 1
+  EXPECT_EQ(by_document({500}), Rows({64}));
+  EXPECT_EQ(by_document({30, 20, 40}), Rows({4, 20, 40}));  // all covered: one document's rule
+  options.local_blocks = 1;
+  EXPECT_EQ(by_document({40, 20, 1}), Rows({40, 20, 0}));
+  // Too many documents: the longest keep theirs in proportion.
+  std::vector<int64_t> lengths(5000, 70);
+  lengths[17] = lengths[4000] = 35000;
+  const Rows rows = by_document(lengths);
+  int64_t total = 0;
+  for (const int64_t r : rows) total += r;
+  EXPECT_EQ(total, max_window_rows(options));
+  EXPECT_GT(rows[17], 30);
+  EXPECT_EQ(rows[17], rows[4000]);
+  EXPECT_EQ(rows[0], 1);
+  options.window = Window::kStrided;
+  EXPECT_EQ(by_document({64}), Rows({64}));
+  const std::vector<int32_t> starts = starts_of({900, 100});
+  EXPECT_EQ(window_positions(options, 1000, starts.data()), window_positions(options, 1000));
+}
+
+/// Documents with verticals and bands of their own, one behind another.
+Sequence pack(const std::vector<int64_t>& lengths) {
+  Sequence packed{.batch = 1,
+                  .seq_len = 0,
+                  .heads = 8,
+                  .kv_heads = 2,
+                  .dim = 16,
+                  .precision = Precision::kFloat32,
+                  .q = {},
+                  .k = {},
+                  .document_starts = starts_of(lengths)};
+  for (size_t d = 0; d < lengths.size(); ++d) {
+    const Sequence s =
+        make_sequence(1, lengths[d], 8, 2, Precision::kFloat32, Documents::kOne, 40 + d);
+    packed.q.insert(packed.q.end(), s.q.begin(), s.q.end());
+    packed.k.insert(packed.k.end(), s.k.begin(), s.k.end());
+    packed.seq_len += lengths[d];
+  }
+  return packed;
+}
+
+// docs/math/pattern.md, "Packed documents"
+TEST(MeasureRecall, OfPackedDocumentsNeedsRowsOfEachDocument) {
+  for (const std::vector<int64_t>& lengths :
+       {std::vector<int64_t>{1500, 400, 900, 1200}, {600, 2000, 150, 90, 700, 460}}) {
+    const Sequence s = pack(lengths);
+    VerticalSlashOptions options = bare(0.9);
+    const auto recall_of = [&](const Sequence& observed, const VerticalSlashOptions& chosen_by) {
+      const index::Index index = build(observed, chosen_by);
+      const Recall recall = measure(s, options, index, cases::one_rank(s.seq_len));
+      std::cout << "  density " << index::density(index, s.document_starts) << ", recall elsewhere "
+                << recall.sampled << ", worst head " << recall.sampled_worst << '\n';
+      return recall.sampled;
+    };
+    // The last rows of the sample: as if nothing before its last document were worth observing.
+    Sequence last = s;
+    for (int64_t i = 0; i < s.seq_len - lengths.back(); ++i)
+      last.document_starts[i] = static_cast<int32_t>(i);
+    const double last_document = recall_of(last, options);
+    const double each_document = recall_of(s, options);
+    options.window = Window::kStrided;
+    const double strided = recall_of(s, options);
+    EXPECT_GT(each_document, last_document + 0.1);
+    EXPECT_GT(each_document, 0.85);
+    EXPECT_GT(each_document, strided - 0.05);
   }
 }
 
@@ -174,8 +280,8 @@ TEST(RecallFloor, HeadsBelowItGoDenseAndNoOthers) {
   VerticalSlashOptions options = bare(0.5);
   options.recall_rows = 200;
   const index::Index free = build(s, options);
-  std::vector<double> recall =
-      exact_recall(s, free, sampled_positions(window_positions(options, 900), 900, 200, 0x6d7472));
+  std::vector<double> recall = exact_recall(
+      s, free, {sampled_positions(window_positions(options, 900), 900, 200, 0x6d7472)});
   std::vector<double> sorted = recall;
   std::sort(sorted.begin(), sorted.end());
   options.recall_floor = (sorted[3] + sorted[4]) / 2;

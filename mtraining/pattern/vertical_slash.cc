@@ -18,34 +18,15 @@ constexpr uint64_t kFloorSeed = 0x6d7472;
 void check_call(const LocalAttention& local, const VerticalSlashOptions& options,
                 comm::Communicator& group) {
   check(options);
-  MT_CHECK_ARG(local.layout != nullptr, "layout: expected one, got null");
-  const layout::Layout& layout = *local.layout;
-  MT_CHECK_SUPPORTED(
-      layout.has_blocks(),
-      "attention.pattern: vertical_slash needs 64 consecutive positions on a rank, which layout ",
-      layout::to_string(layout.kind()), " has not; use block_striped, zigzag or contiguous");
-  MT_CHECK_ARG(group.size() == layout.cp_size() && group.rank() == local.cp_rank,
-               "group: expected rank ", local.cp_rank, " of ", layout.cp_size(), ", got rank ",
-               group.rank(), " of ", group.size());
-  MT_CHECK_ARG(local.batch >= 1 && local.head_dim >= 1 && local.num_kv_heads >= 1 &&
-                   local.num_q_heads >= local.num_kv_heads &&
-                   local.num_q_heads % local.num_kv_heads == 0,
-               "q, k: expected batch, head_dim, heads of at least 1 and query heads a multiple of "
-               "kv heads, got batch ",
-               local.batch, ", head_dim ", local.head_dim, ", ", local.num_q_heads,
-               " query heads, ", local.num_kv_heads, " kv heads");
+  check_local("vertical_slash", local, group);
   const int64_t widest =
       options.selection == Selection::kKvGroup ? local.num_q_heads / local.num_kv_heads : 1;
-  MT_CHECK_SUPPORTED(widest * options.last_q < (1 << 17), "selection: kv_group over ", widest,
-                     " heads with last_q ", options.last_q, ": their product must stay below ",
-                     1 << 17, " for the masses to fit 64 bits");
-  for (int64_t b = 0; b < local.batch && local.document_starts != nullptr; ++b) {
-    for (int64_t i = 0; i < layout.seq_len(); ++i) {
-      const int32_t start = local.document_starts[b * layout.seq_len() + i];
-      MT_CHECK_ARG(start >= 0 && start <= i, "document_starts: expected a position in [0, ", i,
-                   "] at sample ", b, ", position ", i, ", got ", start);
-    }
-  }
+  const int64_t window_rows =
+      local.document_starts == nullptr ? options.last_q : max_window_rows(options);
+  MT_CHECK_SUPPORTED(widest * window_rows < (1 << 17), "selection: kv_group over ", widest,
+                     " heads with last_q ", options.last_q, " (", window_rows,
+                     " observation rows): their product must stay below ", 1 << 17,
+                     " for the masses to fit 64 bits");
 }
 
 // Sums every `group` consecutive rows of [rows, width] into one.
@@ -70,6 +51,26 @@ std::set<int32_t> crossed(const std::vector<int32_t>& offsets, int64_t num_block
     if (offset % kBlock != 0 && c + 1 < num_blocks) diagonals.insert(c + 1);
   }
   return diagonals;
+}
+
+/// The masses of every sample's window.
+Observation::Masses observe(const LocalAttention& local, const VerticalSlashOptions& options,
+                            comm::Communicator& group) {
+  const int64_t seq_len = local.layout->seq_len();
+  const bool with_offsets = options.slash_pooling != SlashPooling::kBlock;
+  if (!has_windows_by_sample(local, options)) {
+    return Observation(local, window_positions(options, seq_len, local.document_starts), group)
+        .masses(with_offsets);
+  }
+  Observation::Masses all;
+  for (int64_t b = 0; b < local.batch; ++b) {
+    const LocalAttention sample = sample_of(local, b);
+    const Observation::Masses one = observe(sample, options, group);
+    all.columns.insert(all.columns.end(), one.columns.begin(), one.columns.end());
+    all.diagonals.insert(all.diagonals.end(), one.diagonals.begin(), one.diagonals.end());
+    all.offsets.insert(all.offsets.end(), one.offsets.begin(), one.offsets.end());
+  }
+  return all;
 }
 
 struct Choice {
@@ -163,8 +164,7 @@ index::Index build_vertical_slash(const LocalAttention& local, const VerticalSla
     if (position < seq_len) local_positions.push_back(static_cast<int32_t>(position));
   const int64_t num_local = static_cast<int64_t>(local_positions.size());
 
-  Observation::Masses masses = Observation(local, window_positions(options, seq_len), group)
-                                   .masses(options.slash_pooling != SlashPooling::kBlock);
+  Observation::Masses masses = observe(local, options, group);
   std::vector<int64_t> by_column(rows * num_local, 0);
   for (int64_t row = 0; row < local.batch * heads; ++row)
     for (int64_t t = 0; t < num_local; ++t)
@@ -207,13 +207,15 @@ index::Index build_vertical_slash(const LocalAttention& local, const VerticalSla
 
   // Both sides counted alike (whole blocks), so that a short sequence is no different from a long one.
   if (options.dense_threshold < 1) {
-    const double causal_pairs =
-        static_cast<double>(num_blocks * (num_blocks + 1) / 2 * kBlock * kBlock);
     std::vector<uint8_t> dense(local.batch * heads, 0);
     for (int64_t row = 0; row < local.batch * heads; ++row) {
-      const double pairs = static_cast<double>(index::computed_pairs(
-          index, static_cast<int>(row / heads), static_cast<int>(row % heads)));
-      dense[row] = pairs >= options.dense_threshold * causal_pairs;
+      std::span<const int32_t> documents;
+      if (local.document_starts != nullptr)
+        documents = {local.document_starts + row / heads * seq_len, static_cast<size_t>(seq_len)};
+      const auto pairs = static_cast<double>(index::computed_pairs(
+          index, static_cast<int>(row / heads), static_cast<int>(row % heads), documents));
+      dense[row] = pairs >= options.dense_threshold *
+                                static_cast<double>(index::dense_pairs(seq_len, documents));
     }
     make_dense(index, dense);
   }
@@ -230,6 +232,20 @@ index::Index build_vertical_slash(const LocalAttention& local, const VerticalSla
   return index;
 }
 
+index::Index build_fixed(const LocalAttention& local, const VerticalSlashOptions& options,
+                         const FixedBudgets& budgets, comm::Communicator& group) {
+  check(budgets);
+  VerticalSlashOptions capped = options;  // every entry, of which a cap keeps the best
+  capped.p_vertical = capped.p_slash = 1;
+  capped.max_columns = budgets.columns;
+  capped.max_diagonals = budgets.diagonals;
+  capped.dense_threshold = 1;
+  capped.recall_floor = 0;
+  index::Index index = build_vertical_slash(local, capped, group);
+  index.caps_hit = 0;  // the budget is the choice, it cuts none
+  return index;
+}
+
 Recall measure_recall(const LocalAttention& local, const VerticalSlashOptions& options,
                       const index::Index& index, comm::Communicator& group, uint64_t seed) {
   check_call(local, options, group);
@@ -238,26 +254,37 @@ Recall measure_recall(const LocalAttention& local, const VerticalSlashOptions& o
                    index.seq_len == seq_len,
                "index: expected batch ", local.batch, ", ", local.num_q_heads, " heads, seq_len ",
                seq_len, ", got ", index.batch, ", ", index.num_q_heads, ", ", index.seq_len);
-  const std::vector<int32_t> window = window_positions(options, seq_len);
-  const std::vector<int32_t> sampled =
-      sampled_positions(window, seq_len, options.recall_rows, seed);
-  const auto recall_by_head = [&](std::vector<int32_t> positions) {
-    const Observation observation(local, std::move(positions), group);
-    const std::vector<int64_t> covered = observation.covered(index);
-    std::vector<double> recall(rows);
-    for (int64_t row = 0; row < rows; ++row) {
+  // Recall by (sample, head) on the window, or on rows elsewhere; empty where there are none.
+  const auto recall_of = [&](const LocalAttention& part, const index::Index& chosen,
+                             bool elsewhere) {
+    std::vector<int32_t> positions = window_positions(options, seq_len, part.document_starts);
+    if (elsewhere) positions = sampled_positions(positions, seq_len, options.recall_rows, seed);
+    std::vector<double> recall;
+    if (positions.empty()) return recall;
+    const Observation observation(part, std::move(positions), group);
+    const std::vector<int64_t> covered = observation.covered(chosen);
+    for (int64_t row = 0; row < part.batch * part.num_q_heads; ++row) {
       const int64_t* first = &covered[row * observation.num_rows()];
       const int64_t sum = std::accumulate(first, first + observation.num_rows(), int64_t{0});
       // Each mass is rounded, so that a row's masses add up to 1 within some 2^-40 a key only.
-      recall[row] =
+      recall.push_back(
           std::min(1.0, static_cast<double>(sum) /
-                            static_cast<double>(kernels::kMassOne * observation.num_rows()));
+                            static_cast<double>(kernels::kMassOne * observation.num_rows())));
     }
     return recall;
   };
+  std::vector<double> on_window;
   Recall recall;
-  const std::vector<double> on_window = recall_by_head(window);
-  recall.by_head = sampled.empty() ? on_window : recall_by_head(sampled);
+  const int64_t parts = has_windows_by_sample(local, options) ? local.batch : 1;
+  for (int64_t b = 0; b < parts; ++b) {
+    const LocalAttention part = parts == 1 ? local : sample_of(local, b);
+    const index::Index chosen = parts == 1 ? index : index::sample_of(index, static_cast<int>(b));
+    const std::vector<double> here = recall_of(part, chosen, false);
+    std::vector<double> there = recall_of(part, chosen, true);
+    if (there.empty()) there = here;
+    on_window.insert(on_window.end(), here.begin(), here.end());
+    recall.by_head.insert(recall.by_head.end(), there.begin(), there.end());
+  }
   recall.window =
       std::accumulate(on_window.begin(), on_window.end(), 0.0) / static_cast<double>(rows);
   recall.sampled = std::accumulate(recall.by_head.begin(), recall.by_head.end(), 0.0) /

@@ -61,7 +61,24 @@ struct Expected {
   std::vector<std::vector<Membership>> columns, diagonals;  // [B * H]
 };
 
-std::vector<int64_t> observed(const VerticalSlashOptions& options, int64_t n) {
+// Of sample b.
+std::vector<int64_t> observed(const Sequence& s, const VerticalSlashOptions& options, int64_t b) {
+  const int64_t n = s.seq_len;
+  std::map<int64_t, int64_t> lengths;  // by first position
+  for (int64_t i = 0; i < n && !s.document_starts.empty(); ++i)
+    ++lengths[s.document_starts[b * n + i]];
+  double longest = 0;
+  for (const auto& [first, length] : lengths) longest = std::max<double>(longest, length);
+  const int64_t local = 64 * (options.local_blocks - 1) + 1;  // a document that diagonals cover
+  if (options.window == Window::kLast && lengths.size() > 1 && longest > local) {
+    std::vector<int64_t> positions;
+    for (const auto& [first, length] : lengths) {
+      const auto rows = static_cast<int64_t>(std::ceil(options.last_q * length / longest));
+      for (int64_t i = first + length - rows; length > local && i < first + length; ++i)
+        if (i >= first) positions.push_back(i);
+    }
+    return positions;
+  }
   const int64_t rows = std::min<int64_t>(options.last_q, n);
   std::vector<int64_t> positions;
   for (int64_t r = 1; r <= rows; ++r)
@@ -89,10 +106,10 @@ std::vector<double> attention_row(const Sequence& s, int64_t b, int64_t h, int64
 
 Expected brute_force(const Sequence& s, const VerticalSlashOptions& o) {
   const int64_t n = s.seq_len, blocks = (n + 63) / 64, group = s.heads / s.kv_heads;
-  const auto rows = observed(o, n);
   Expected expected;
   std::vector<std::vector<double>> v, slash, pooled;
   for (int64_t b = 0; b < s.batch; ++b) {
+    const auto rows = observed(s, o, b);
     for (int64_t h = 0; h < s.heads; ++h) {
       std::vector<double> vertical(n, 0), by_offset(n, 0), by_block(blocks + 1, 0);
       for (int64_t i : rows) {
