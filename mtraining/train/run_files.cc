@@ -50,6 +50,14 @@ void write_summary(const std::filesystem::path& path, const TrainResult& result,
   json["nodes"] = resolved.topology.nodes;
   json["ranks_per_node"] = resolved.topology.ranks_per_node;
   json["seq_len"] = config.train.seq_len;
+  json["data"] = nlohmann::ordered_json::array();
+  for (const data::PassCount& count : result.data) {
+    json["data"].push_back({{"path", count.path},
+                            {"tokens", count.tokens},
+                            {"in_samples", count.in_samples},
+                            {"labels", count.labels},
+                            {"dropped", count.dropped}});
+  }
   json["evaluations"] = nlohmann::ordered_json::array();
   for (const Evaluation& e : result.evaluations) {
     nlohmann::ordered_json row = {{"pattern", e.pattern},

@@ -116,10 +116,7 @@ inline TinyResult run_tiny(RunConfig config, int ranks, int ranks_per_node,
         result.indices.push_back(trainer.last_indices());
       }
     }
-    attention::AttentionPattern pattern;
-    pattern.kind = config.attention.pattern;
-    pattern.vertical_slash = config.attention.options;
-    const double valid_loss = trainer.evaluate(pattern, false).loss;
+    const double valid_loss = trainer.evaluate(trainer.patterns(), false).loss;
     std::vector<at::Tensor> parts;
     for (const auto& p : trainer.parameters())
       parts.push_back(p.value.detach().reshape({-1}).to(at::kFloat));
