@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "mtraining/base/check.h"
+#include "mtraining/optim/flat_parameters.h"
 
 namespace mtraining::optim {
 namespace {
@@ -190,6 +191,14 @@ void ShardedParameters::publish() {
     if (gathers.size() > kMostUnderWay) finish();
   }
   while (!gathers.empty()) finish();
+}
+
+std::unique_ptr<ParameterShare> make_parameter_share(std::vector<ParameterShare::Named> parameters,
+                                                     comm::Communicator& group, int zero,
+                                                     const ShareOptions& options) {
+  MT_CHECK_ARG(zero == 0 || zero == 2, "parallel.zero: expected 0 or 2, got ", zero);
+  if (zero == 2) return std::make_unique<ShardedParameters>(std::move(parameters), group, options);
+  return std::make_unique<FlatParameters>(std::move(parameters), options, &group);
 }
 
 }  // namespace mtraining::optim

@@ -13,6 +13,7 @@
 
 #include <cstdint>
 #include <deque>
+#include <memory>
 #include <vector>
 
 #include "mtraining/optim/parameter_share.h"
@@ -68,5 +69,10 @@ class ShardedParameters : public ParameterShare {
   std::deque<UnderWay> under_way_;
   at::Tensor values_;  // all parameters, bucket behind bucket, each padded to W pieces
 };
+
+/// `zero` (parallel.zero) 0: FlatParameters, 2: ShardedParameters. Errors: InvalidArgument on another one.
+std::unique_ptr<ParameterShare> make_parameter_share(std::vector<ParameterShare::Named> parameters,
+                                                     comm::Communicator& group, int zero,
+                                                     const ShareOptions& options = {});
 
 }  // namespace mtraining::optim

@@ -77,11 +77,8 @@ std::vector<Outcome> run(const Plan& plan) {
     const Net net(plan.dtype, 11);
     lock.unlock();
     const ShareOptions options{plan.grad_dtype, plan.offload, plan.bucket_bytes};
-    std::unique_ptr<ParameterShare> share;
-    if (plan.sharded)
-      share = std::make_unique<ShardedParameters>(net.named(), *group, options);
-    else
-      share = std::make_unique<FlatParameters>(net.named(), options, group.get());
+    const auto share = make_parameter_share(net.named(), *group, plan.sharded ? 2 : 0, options);
+    EXPECT_EQ(share->is_sharded(), plan.sharded);
     AdamW adamw({0.9, 0.95, 1e-8, 0.1}, *share);
     Outcome outcome;
     for (int step = 0; step < plan.steps; ++step) {
