@@ -360,6 +360,7 @@ trace::StepMetrics Trainer::step(
   if (first_micro > 0 && s.job.rank() == 0) totals = {s.position.kept_loss, s.position.kept_labels};
   for (int64_t micro = first_micro; micro < s.resolved.accumulation; ++micro) {
     try {
+      if (micro > first_micro) s.fault.strike("accumulation", step + 1);
       if (micro > first_micro && s.stops_between_micro_steps(totals)) throw StepAbandoned();
       if (replay != nullptr) request.replay = &replay->at(micro);
       const SummedLoss loss = s.micro_step(step, micro, request, data_wait_s);
