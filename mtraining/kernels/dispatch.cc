@@ -21,7 +21,7 @@ bool serves_head_dim(const Kernel& kernel, int64_t head_dim) {
   if (!kernel.head_dims.empty())
     return std::find(kernel.head_dims.begin(), kernel.head_dims.end(), head_dim) !=
            kernel.head_dims.end();
-  return head_dim >= 8 && head_dim % 8 == 0 && head_dim <= kMaxHeadDim;
+  return head_dim >= 8 && head_dim % 8 == 0 && head_dim <= kernel.max_head_dim;
 }
 
 bool serves_dtype(const Kernel& kernel, DType dtype) {
@@ -45,7 +45,7 @@ std::string capability_text(const Kernel& kernel) {
 }
 
 std::string head_dims_text(const Kernel& kernel) {
-  if (kernel.head_dims.empty()) return concat("multiples of 8 up to ", kMaxHeadDim);
+  if (kernel.head_dims.empty()) return concat("multiples of 8 up to ", kernel.max_head_dim);
   return joined(kernel.head_dims, [](int64_t d) { return d; });
 }
 
@@ -96,24 +96,49 @@ const std::vector<Kernel>& kernel_table() {
     const std::vector<DType> dense = {DType::kFloat32, DType::kBFloat16, DType::kFloat16};
     std::vector<Kernel> rows;
     for (const Direction direction : {Direction::kForward, Direction::kBackward}) {
-      rows.push_back({Backend::kRef, direction, 0, 0, all, {}, false, "64 queries x 64 keys"});
+      const bool forward = direction == Direction::kForward;
+      rows.push_back({Backend::kRef,
+                      direction,
+                      0,
+                      0,
+                      all,
+                      {},
+                      kMaxHeadDim,
+                      false,
+                      false,
+                      "64 queries x 64 keys"});
       rows.push_back({Backend::kTorch,
                       direction,
                       80,
                       kAnyNewer,
                       dense,
                       {},
+                      256,
                       true,
+                      false,
                       "scaled_dot_product_attention"});
+      rows.push_back({Backend::kSm80,
+                      direction,
+                      80,
+                      kAnyNewer,
+                      halves,
+                      {},
+                      256,
+                      false,
+                      false,
+                      "64 queries x 64 keys, mma.sync"});
+      rows.push_back(
+          {Backend::kSm90,
+           direction,
+           90,
+           90,
+           halves,
+           {64, 128},
+           128,
+           false,
+           true,
+           forward ? "2 x 64 queries x 64 keys, wgmma" : "128 keys x 64 queries, wgmma"});
     }
-    rows.push_back({Backend::kSm90,
-                    Direction::kForward,
-                    90,
-                    90,
-                    halves,
-                    {64, 128},
-                    false,
-                    "2 x 64 queries x 64 keys, wgmma"});
     return rows;
   }();
   return table;
@@ -126,7 +151,8 @@ std::string describe_kernels() {
         << capability_text(kernel) << "; "
         << joined(kernel.dtypes, [](DType dtype) { return to_string(dtype); }) << "; head_dim "
         << head_dims_text(kernel) << "; " << kernel.tile
-        << (kernel.dense_alone_only ? "; dense attention on one rank only" : "") << "\n";
+        << (kernel.dense_alone_only ? "; dense attention on one rank only" : "")
+        << (kernel.copies_tensors ? "; 16-byte aligned rows" : "") << "\n";
   }
   return out.str();
 }
@@ -160,14 +186,12 @@ Choice choose(const Request& request) {
   wants([&](const Kernel& k) { return serves_head_dim(k, request.head_dim); },
         concat("head_dim ", request.head_dim),
         [](const Kernel& k) { return concat("head_dim ", head_dims_text(k)); });
-  if (request.device.cuda && !request.dense_alone) {
-    MT_CHECK_SUPPORTED(request.rows_aligned, what,
-                       ": expected 16-byte aligned rows with strides that are multiples of 16 "
-                       "bytes, got others; pass contiguous tensors");
-    MT_CHECK_SUPPORTED(!request.columns || request.position_stride == 1, what,
-                       ": columns need blocks of consecutive positions (position_stride 1), got ",
-                       request.position_stride);
-  }
+  const bool can_copy = request.rows_aligned && (!request.columns || request.position_stride == 1);
+  wants([&](const Kernel& k) { return can_copy || !k.copies_tensors; },
+        request.rows_aligned
+            ? concat("columns with position_stride ", request.position_stride)
+            : std::string("rows that are not 16-byte aligned, or strides that are not"),
+        [](const Kernel&) { return "16-byte aligned rows, position_stride 1 for columns"; });
   // Dense attention by itself first; then the newest kernel that runs there.
   const auto rank = [](const Kernel* k) {
     return std::pair(k->dense_alone_only ? 1 : 0, k->min_capability);

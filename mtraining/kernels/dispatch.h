@@ -59,8 +59,10 @@ struct Kernel {
   Direction direction;
   int min_capability, max_capability;  ///< 0 .. 0: the host
   std::vector<DType> dtypes;
-  std::vector<int64_t> head_dims;  ///< empty: multiples of 8 up to kMaxHeadDim
+  std::vector<int64_t> head_dims;  ///< empty: multiples of 8 up to max_head_dim
+  int64_t max_head_dim;
   bool dense_alone_only;
+  bool copies_tensors;  ///< needs aligned rows, and position_stride 1 for columns
   const char* tile;
 };
 const std::vector<Kernel>& kernel_table();

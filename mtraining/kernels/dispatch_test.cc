@@ -45,14 +45,41 @@ TEST(Dispatch, TheHostTakesEveryTypeAndHeadSizeOfTheContractInBothDirections) {
   }
 }
 
-TEST(Dispatch, HopperTakesItsOwnForwardForSparseAndTorchForDenseAlone) {
-  for (const DType dtype : {DType::kBFloat16, DType::kFloat16}) {
-    for (const int64_t d : {64, 128}) {
-      EXPECT_EQ(choose({.device = kHopper, .dtype = dtype, .head_dim = d}).backend, Backend::kSm90);
-      EXPECT_EQ(
-          choose({.device = kHopper, .dtype = dtype, .head_dim = d, .dense_alone = true}).backend,
-          Backend::kTorch);
+TEST(Dispatch, HopperTakesItsOwnForSparseAndTorchForDenseAlone) {
+  for (const Direction direction : {Direction::kForward, Direction::kBackward}) {
+    for (const DType dtype : {DType::kBFloat16, DType::kFloat16}) {
+      for (const int64_t d : {64, 128}) {
+        Request request{.direction = direction, .device = kHopper, .dtype = dtype, .head_dim = d};
+        EXPECT_EQ(choose(request).backend, Backend::kSm90);
+        request.dense_alone = true;
+        EXPECT_EQ(choose(request).backend, Backend::kTorch);
+      }
     }
+  }
+}
+
+TEST(Dispatch, WhatHoppersTensorCopiesCannotReadGoesToTheOlderKernels) {
+  const auto backend = [](const auto& change) {
+    Request request;
+    request.device = kHopper;
+    change(request);
+    return choose(request).backend;
+  };
+  EXPECT_EQ(backend([](Request& r) { r.rows_aligned = false; }), Backend::kSm80);
+  EXPECT_EQ(backend([](Request& r) { r.position_stride = 4; }), Backend::kSm90);
+  EXPECT_EQ(backend([](Request& r) {
+              r.position_stride = 4;
+              r.columns = true;
+            }),
+            Backend::kSm80);
+  for (const int64_t head_dim : {8, 96, 256})
+    EXPECT_EQ(backend([&](Request& r) { r.head_dim = head_dim; }), Backend::kSm80);
+  for (const int capability : {80, 86, 89, 100, 120}) {
+    const DeviceKind device{
+        .cuda = true, .major = capability / 10, .minor = capability % 10, .num_sms = 100};
+    Request request;
+    request.device = device;
+    EXPECT_EQ(choose(request).backend, Backend::kSm80) << capability;
   }
 }
 
@@ -60,14 +87,9 @@ TEST(Dispatch, WhatIsRefusedIsNamedWithWhatThereIs) {
   const std::string dtype = refusal({.device = kHopper, .dtype = DType::kFloat32});
   EXPECT_NE(dtype.find("bf16, fp16"), std::string::npos) << dtype;
   EXPECT_NE(dtype.find("got float32"), std::string::npos) << dtype;
-  const std::string head_dim = refusal({.device = kHopper, .head_dim = 72});
-  EXPECT_NE(head_dim.find("head_dim 64"), std::string::npos) << head_dim;
-  EXPECT_NE(head_dim.find("got head_dim 72"), std::string::npos) << head_dim;
-  EXPECT_NE(refusal({.device = kHopper, .rows_aligned = false}).find("multiples of 16"),
-            std::string::npos);
-  EXPECT_NE(
-      refusal({.device = kHopper, .columns = true, .position_stride = 4}).find("position_stride"),
-      std::string::npos);
+  const std::string head_dim = refusal({.device = kHopper, .head_dim = 320});
+  EXPECT_NE(head_dim.find("head_dim 64, 128 (sm90)"), std::string::npos) << head_dim;
+  EXPECT_NE(head_dim.find("got head_dim 320"), std::string::npos) << head_dim;
   const std::string old = refusal({.device = {.cuda = true, .major = 7, .minor = 5}});
   EXPECT_NE(old.find("compute capability 7.5"), std::string::npos) << old;
   EXPECT_NE(old.find("sm90 forward"), std::string::npos) << old;
@@ -96,8 +118,9 @@ TEST(Dispatch, EveryChoiceIsARowThatServesIt) {
               return k.backend == choice.backend && k.direction == direction &&
                      capability >= k.min_capability && capability <= k.max_capability &&
                      std::count(k.dtypes.begin(), k.dtypes.end(), dtype) == 1 &&
-                     (k.head_dims.empty() ||
-                      std::count(k.head_dims.begin(), k.head_dims.end(), d) == 1) &&
+                     (k.head_dims.empty()
+                          ? d <= k.max_head_dim
+                          : std::count(k.head_dims.begin(), k.head_dims.end(), d) == 1) &&
                      (dense || !k.dense_alone_only);
             });
             ASSERT_NE(row, table.end());
