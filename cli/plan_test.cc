@@ -111,14 +111,53 @@ Measured run(train::RunConfig config, const train::ResolvedRun& resolved) {
 train::RunConfig planned_config(const train::TinyData& data) {
   train::RunConfig config = train::tiny_config(data);
   config.model = small_model("llama", true, false);
-  config.model.num_hidden_layers = 4;
+  config.model.num_hidden_layers = 3;
   config.data.valid.clear();
   config.attention.pattern = pattern::PatternKind::kDense;
-  config.train.seq_len = 2048;
+  config.train.seq_len = 512;
   config.train.loss_chunk = 64;
   config.train.steps = 2;
   config.train.global_batch_size = 2;
   return config;
+}
+
+sim::RunShape cpu_shape(const train::RunConfig& config, const train::ResolvedRun& resolved) {
+  sim::RunShape run = run_shape(config, resolved);
+  run.fused_norms = false;
+  return run;
+}
+
+/// What a layer more adds to the peak is what it keeps, its parameters and their state.
+TEST(Plan, ALayerKeepsWhatWasPlanned) {
+  const train::TinyData data("plan_layer");
+  for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16}) {
+    for (const int64_t tile : {0, 64}) {
+      for (const train::Recompute mode : {train::Recompute::kNone, train::Recompute::kLayer,
+                                          train::Recompute::kExceptAttention}) {
+        train::RunConfig config = planned_config(data);
+        config.model.dtype = dtype;
+        config.train.recompute = mode;
+        config.train.mlp_tile = tile;
+        topology::LaunchEnvironment launch;
+        launch.world_size = 2;
+        launch.local_world_size = 2;
+        const train::ResolvedRun resolved = train::resolve(config, launch);
+        const sim::DecoderSizes sizes = decoder_sizes(config.model);
+        int64_t peaks[2];
+        for (const int more : {0, 1}) {
+          config.model.num_hidden_layers = more == 1 ? 6 : 3;
+          peaks[more] = run(config, resolved).peak_bytes;
+        }
+        // float32: weight, gradient, two moments; bf16: weight, float32 gradient, master, two moments.
+        const int64_t state = sim::layer_parameters(sizes) * (dtype == at::kFloat ? 16 : 18);
+        const auto kept =
+            static_cast<double>(sim::kept_layer_bytes(sizes, cpu_shape(config, resolved)));
+        EXPECT_NEAR(static_cast<double>(peaks[1] - peaks[0]) / 3 - static_cast<double>(state), kept,
+                    0.01 * kept)
+            << dtype << " mode " << static_cast<int>(mode) << " tile " << tile;
+      }
+    }
+  }
 }
 
 TEST(Plan, TensorsOfAStepTakeWhatWasPlanned) {
@@ -136,7 +175,7 @@ TEST(Plan, TensorsOfAStepTakeWhatWasPlanned) {
         launch.local_world_size = 2;
         const train::ResolvedRun resolved = train::resolve(config, launch);
         const auto items =
-            sim::memory_plan(decoder_sizes(config.model), run_shape(config, resolved));
+            sim::memory_plan(decoder_sizes(config.model), cpu_shape(config, resolved));
         // Buckets of 32 MiB are larger than this model: none is ever full.
         int64_t planned = 0;
         for (const sim::MemoryItem& item : items)

@@ -76,10 +76,16 @@ ring::ScheduleOptions schedule_of(const RunShape& run) {
 int64_t layer_activation_bytes(const DecoderSizes& m, const RunShape& run) {
   const int64_t n = tokens_of(run), q = m.num_q_heads * m.head_dim,
                 kv = m.num_kv_heads * m.head_dim;
-  // Input and normed input of both halves; q, k, v; out, twice in low precision (its rounding); of the MLP gate, up, silu(gate), product.
+  // Input and normed input of both halves; q, k, v; out, and in low precision what its rounding lost; of the MLP gate and up.
   int64_t elements = 4 * m.hidden_size + q + 2 * kv + q * (is_low_precision(run) ? 2 : 1);
-  if (run.mlp_tile == 0) elements += 4 * m.intermediate_size;
-  return n * (elements * run.element_bytes + m.num_q_heads * kStateBytes);
+  if (run.mlp_tile == 0) elements += 2 * m.intermediate_size;
+  int64_t bytes = elements * run.element_bytes + (m.num_q_heads + 2) * kStateBytes;
+  // Norms that are no single kernel also keep the value before the weight, and in low precision their input in float32.
+  if (!run.fused_norms) {
+    bytes += 2 * m.hidden_size * run.element_bytes;
+    if (is_low_precision(run)) bytes += 2 * m.hidden_size * kStateBytes;
+  }
+  return n * bytes;
 }
 
 int64_t kept_layer_bytes(const DecoderSizes& m, const RunShape& run) {
@@ -122,7 +128,11 @@ std::vector<MemoryItem> memory_plan(const DecoderSizes& m, const RunShape& run) 
   int64_t under_way = 0;
   if (run.zero == 0) {
     // What autograd leaves on parameters of another type until it is added up.
-    if (!same_grad) under_way = parameters * run.element_bytes;
+    // They grow as the kept activations go.
+    if (!same_grad) {
+      under_way = std::max<int64_t>(
+          0, parameters * run.element_bytes - m.num_layers * kept_layer_bytes(m, run));
+    }
   } else {
     // A layer's and the embedding's own, which comes last, and buckets that travel.
     under_way = (layer_parameters(m) + head_elements(m)) * run.element_bytes +

@@ -51,6 +51,7 @@ struct RunShape {
   RecomputeMode recompute = RecomputeMode::kNone;
   int64_t mlp_tile = 0;
   int64_t loss_chunk = 1024;
+  bool fused_norms = true;  ///< one kernel, as on GPUs; false: as torch computes them on a CPU
 
   int ranks() const { return topology.cp_size() * dp_size; }
 };
