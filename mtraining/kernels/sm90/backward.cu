@@ -10,6 +10,7 @@ namespace mtraining::kernels::sm90 {
 namespace {
 
 constexpr int64_t kCounterBytes = 256;
+constexpr int32_t kColumnQueryBlocks = 128;
 
 int64_t blocks_of(int64_t tokens) { return (tokens + kBlock - 1) / kBlock; }
 
@@ -48,6 +49,11 @@ void check_types(const BackwardParams& p) {
 void check_params(const BackwardParams& p) {
   check_types(p);
   check_sizes(p);
+  MT_CHECK_SUPPORTED(reinterpret_cast<uintptr_t>(p.dq.data) % 8 == 0 &&
+                         p.dq.stride_batch % 2 == 0 && p.dq.stride_token % 2 == 0 &&
+                         p.dq.stride_head % 2 == 0,
+                     "dq: expected 8-byte aligned memory and even strides, got strides ",
+                     p.dq.stride_batch, ", ", p.dq.stride_token, ", ", p.dq.stride_head);
   for (int s = 0; s < p.num_sources; ++s) {
     const KeySource& source = p.sources[s];
     for (const View& view : {source.dk, source.dv}) {
@@ -86,7 +92,8 @@ void prepare(const BackwardParams& p, const Workspace& w) {
   args.num_q_blocks = static_cast<int32_t>(blocks_of(p.num_queries));
   args.seq_len = static_cast<int32_t>(p.seq_len);
   args.position_stride = static_cast<int32_t>(p.position_stride);
-  args.scale = static_cast<float>(p.softmax_scale);
+  // fp16 applies the scale last: see KeyConsumer.
+  args.delta_scale = p.dtype == DType::kFloat16 ? 1.0f : static_cast<float>(p.softmax_scale);
   args.statistics = reinterpret_cast<float*>(memory + w.statistics);
   args.query_bounds = reinterpret_cast<int4*>(memory + w.query_bounds);
   args.counters = reinterpret_cast<int32_t*>(memory);
@@ -137,7 +144,11 @@ void backward_range(const BackwardParams& p, const Workspace& w, int first, int 
   args.q = tensor_map("q", p.q, p.dtype, p.head_dim, p.num_queries, p.num_q_heads, p.batch);
   args.dout =
       tensor_map("dout", p.dout, p.dtype, p.head_dim, p.num_queries, p.num_q_heads, p.batch);
-  args.dq = gradient_map("dq", p.dq, p.head_dim, p.num_queries, p.num_q_heads, p.batch);
+  args.dq_map = gradient_map("dq", p.dq, p.head_dim, p.num_queries, p.num_q_heads, p.batch);
+  args.dq = static_cast<float*>(p.dq.data);
+  args.dq_stride_batch = p.dq.stride_batch;
+  args.dq_stride_token = p.dq.stride_token;
+  args.dq_stride_head = p.dq.stride_head;
   args.num_sources = last - first;
   args.num_heads = static_cast<int32_t>(p.num_q_heads);
   args.heads_per_kv_head = static_cast<int32_t>(p.num_q_heads / p.num_kv_heads);
@@ -178,7 +189,13 @@ void backward_range(const BackwardParams& p, const Workspace& w, int first, int 
     if (source.columns.counts != nullptr)
       column_tiles = std::max(column_tiles, (source.columns.capacity + 127) / 128);
   }
-  const int64_t column_items = column_tiles * args.num_sources * rows;
+  // One item for all queries of a column tile gives one order of its sums. Otherwise short ones, last: long ones would leave SMs
+  // idle at the end, or, first, leave the SMs' walks over key blocks out of step and their queries out of L2.
+  args.columns_first = p.deterministic ? 1 : 0;
+  args.column_q_blocks =
+      p.deterministic ? args.num_q_blocks : std::min(args.num_q_blocks, kColumnQueryBlocks);
+  const int64_t chunks = (args.num_q_blocks + args.column_q_blocks - 1) / args.column_q_blocks;
+  const int64_t column_items = column_tiles * args.num_sources * rows * chunks;
   const int64_t items = column_items + block_pairs * args.num_sources * p.batch * p.num_kv_heads;
   MT_CHECK_SUPPORTED(items < (int64_t{1} << 31) - 4096,
                      "sm90 backward: expected fewer than 2^31 pairs of key blocks, got ", items);

@@ -22,10 +22,12 @@ struct GradientArgs {
 
 struct BackwardArgs {
   CUtensorMap q, dout;
-  CUtensorMap dq;                      // [32 of D, tokens, D / 32, heads, batch] float32
+  CUtensorMap dq_map;
   CUtensorMap gathered_k, gathered_v;  // [64 of D, batch * heads * gathered_rows, D / 64, 1, 1]
   SourceArgs sources[kMaxSources];
   GradientArgs gradients[kMaxSources];
+  float* dq;
+  int64_t dq_stride_batch, dq_stride_token, dq_stride_head;
   int32_t num_sources;
   int32_t num_heads, heads_per_kv_head, num_kv_heads;
   int32_t num_rows;  // batch * heads
@@ -40,12 +42,15 @@ struct BackwardArgs {
   int64_t diagonal_words;
   float scale_log2;  // softmax_scale * log2(e)
   float scale;       // softmax_scale
-  // Items: pairs of 64 columns of a head, then pairs of key blocks of a kv head.
+  // Items: pairs of key blocks of a kv head; 128 columns of a head over column_q_blocks query blocks.
   int32_t column_items, num_items;
+  int32_t columns_first;  // in the queue, before blocks
+  int32_t
+      column_q_blocks;  // fewer than all: parts of gathered_dk and gathered_dv are added to what is there
   int32_t column_tiles;              // of 128, the most over sources
   int32_t block_pairs;               // the most over sources
   float *gathered_dk, *gathered_dv;  // [batch * heads * gathered_rows, D]
-  // Of the 64 queries of a block: -lse * log2(e), -inf for rows that see no key; -delta * softmax_scale.
+  // Of the 64 queries of a block: -lse * log2(e), -inf for rows that see no key; -delta, times softmax_scale for bf16.
   const float* statistics;  // [rows, num_q_blocks, 2, 64]
   // {position of the first row | 1 << 31 where rows must be cleaned, of the last real row (-1: none), least and greatest document start}
   const int4* query_bounds;  // [rows, num_q_blocks]
@@ -69,7 +74,7 @@ struct PrepareArgs {
   const int32_t *q_block_starts, *document_start;
   int64_t document_stride_batch;
   int32_t num_heads, num_rows, num_queries, num_q_blocks, seq_len, position_stride;
-  float scale;
+  float delta_scale;
   float* statistics;
   int4* query_bounds;
   int32_t* counters;  // two, set to 0

@@ -9,6 +9,7 @@
 #pragma once
 
 #include <climits>
+#include <type_traits>
 
 #include "mtraining/kernels/sm90/backward_args.cuh"
 #include "mtraining/kernels/sm90/backward_shape.cuh"
@@ -16,23 +17,20 @@
 
 namespace mtraining::kernels::sm90 {
 
-template <typename Element, int kD, bool kWithQueries>
+/// kGroup is a template parameter so that the operands' addresses are uniform and cost no registers.
+template <typename Element, int kD, bool kWithQueries, int kGroup>
 struct KeyConsumer {
   using Shape = BackwardShape<kD, kWithQueries>;
   static constexpr int kHalf = kD / 2;  // columns of dq of one group
   const BackwardArgs& args;
   uint32_t base;
-  int group, warp, lane;  // warp within the group
+  int warp, lane;  // warp within the group
   RingCursor<Shape::kStages> ring;
   uint32_t step = 0;  // stages before this one, over all items: which buffer of score gradients
 
-  // of the item: two keys a thread, lane / 4 and 8 below
-  int32_t key_position[2];
-
   /// A stage whose part of dq is still to be computed.
   struct Due {
-    uint32_t flags = 0;  // 0: none
-    int32_t q_block, row;
+    int32_t q_block = 0, row = -1;  // -1: none
   };
 
   __device__ __forceinline__ void arrive(uint32_t barrier) const {
@@ -62,18 +60,23 @@ struct KeyConsumer {
     wgmma_commit();
   }
 
-  __device__ __forceinline__ void mask(float (&s)[32], uint32_t flags, int32_t q_start,
-                                       uint32_t bits_low, uint32_t bits_high, int q_block,
-                                       int row) const {
+  __device__ __forceinline__ void mask(float (&s)[32], uint32_t flags) const {
+    const uint4 note = load_shared_v4(Shape::note(base, ring.slot));
+    const int32_t q_start = static_cast<int32_t>(note.y), q_block = static_cast<int32_t>(note.z);
     const int first = 16 * (warp & 1) + lane / 4;
-    const uint32_t bits = warp < 2 ? bits_low : bits_high;
+    const uint32_t bits = static_cast<uint32_t>(
+        load_shared_s32(Shape::note(base, ring.slot) + 16 + kGroup * 8 + warp / 2 * 4));
     int32_t position[2];
 #pragma unroll
-    for (int r = 0; r < 2; ++r)
-      position[r] = (bits >> (first + 8 * r) & 1) != 0 ? key_position[r] : INT_MAX;
+    for (int r = 0; r < 2; ++r) {
+      position[r] =
+          load_shared_s32(Shape::positions(base, kGroup) + (16 * warp + lane / 4 + 8 * r) * 4);
+      if ((bits >> (first + 8 * r) & 1) == 0) position[r] = INT_MAX;
+    }
     const bool documents = (flags & kMaskEach) != 0 && args.document_start != nullptr;
     const int32_t* starts =
-        args.document_start + row / args.num_heads * args.document_stride_batch + q_block * 64;
+        args.document_start +
+        static_cast<int32_t>(note.w) / args.num_heads * args.document_stride_batch + q_block * 64;
 #pragma unroll
     for (int c = 0; c < 16; ++c) {
       const int j = c / 2, e = c % 2;
@@ -100,7 +103,12 @@ struct KeyConsumer {
     }
   }
 
-  /// dp = p (dp - delta) softmax_scale.
+  // fp16 has too few exponents for small gradients times the scale: there the scale comes last.
+  static constexpr bool kScaleLast = std::is_same_v<Element, __half>;
+  __device__ __forceinline__ float early_scale() const { return kScaleLast ? 1.0f : args.scale; }
+  __device__ __forceinline__ float late_scale() const { return kScaleLast ? args.scale : 1.0f; }
+
+  /// dp = p (dp - delta), times softmax_scale unless that comes last.
   __device__ __forceinline__ void score_gradients(float (&dp)[32], const float (&p)[32],
                                                   uint32_t statistics) const {
 #pragma unroll
@@ -109,7 +117,7 @@ struct KeyConsumer {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         float& x = dp[4 * j + i];
-        x = p[4 * j + i] * fmaf(x, args.scale, i % 2 == 0 ? delta.x : delta.y);
+        x = p[4 * j + i] * fmaf(x, early_scale(), i % 2 == 0 ? delta.x : delta.y);
       }
     }
   }
@@ -127,7 +135,7 @@ struct KeyConsumer {
         float& x = dp[4 * j + i];
         const float all = 1.0f - 1e-6f - 3e-7f * fabsf(i % 2 == 0 ? lse.x : lse.y);
         const float p_here = p[4 * j + i];
-        const float gradient = p_here * fmaf(x, args.scale, i % 2 == 0 ? delta.x : delta.y);
+        const float gradient = p_here * fmaf(x, early_scale(), i % 2 == 0 ? delta.x : delta.y);
         x = p_here > 0 && p_here < all ? gradient : 0.0f;
       }
     }
@@ -144,113 +152,121 @@ struct KeyConsumer {
   /// dS^T as [64 keys][64 queries], 128-byte swizzle.
   __device__ __forceinline__ void store_scores(const uint32_t (&ds)[4][4], uint32_t buffer) const {
     const int key = 16 * warp + lane / 8 % 2 * 8 + lane % 8;
-    const uint32_t tile = Shape::scores(base, buffer, group) + key * 128;
+    const uint32_t tile = Shape::scores(base, buffer, kGroup) + key * 128;
 #pragma unroll
     for (int c = 0; c < 4; ++c) stmatrix_x4(tile + ((2 * c + lane / 16) ^ key % 8) * 16, ds[c]);
-    fence_async_shared();
+  }
+
+  __device__ __forceinline__ void clear_scores(uint32_t buffer) const {
+    const uint32_t at = Shape::scores(base, buffer, kGroup) + (32 * warp + lane) * 16;
+#pragma unroll
+    for (int i = 0; i < Shape::kScoreBytes / 2048; ++i) store_shared_v4(at + i * 2048, 0, 0, 0, 0);
   }
 
   // ---- dq ----
 
-  /// 64 keys of `keys_of` times their score gradients.
-  __device__ __forceinline__ void issue_queries(float (&dq)[kHalf / 2], uint32_t buffer,
-                                                uint32_t keys_of, bool accumulate) const {
-    const uint64_t ds = matrix_descriptor<8192, 1024>(Shape::scores(base, buffer, keys_of));
-    const uint64_t k =
-        matrix_descriptor<8192, 1024>(Shape::keys(base, keys_of) + group * (kD == 128 ? 8192 : 64));
+  /// Issues this group's half of the part of dq that the stage before left in `buffer`, over the keys of both groups.
+  __device__ __forceinline__ void issue_queries(float (&dq)[kHalf / 2], uint32_t buffer) const {
 #pragma unroll
-    for (int c = 0; c < 4; ++c) {
-      wgmma_shared<Element, kHalf, 1, 1>(dq, ds + c * 2048 / 16, k + c * 2048 / 16,
-                                         accumulate || c > 0);
-    }
-  }
-
-  /// Adds a group's half of dq of a query block; each warp its 16 rows.
-  __device__ __forceinline__ void add_queries(const float (&dq)[kHalf / 2], const Due& due) const {
-    const uint32_t part = Shape::part(base, group, warp);
-    if (lane == 0) bulk_wait_read<0>();
-    __syncwarp();
+    for (int keys_of = 0; keys_of < 2; ++keys_of) {
+      const uint64_t ds = matrix_descriptor<8192, 1024>(Shape::scores(base, buffer, keys_of));
+      const uint64_t k = matrix_descriptor<8192, 1024>(Shape::keys(base, keys_of) +
+                                                       kGroup * (kD == 128 ? 8192 : 64));
 #pragma unroll
-    for (int j = 0; j < kHalf / 8; ++j) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const int row = lane / 4 + 8 * r, chunk = 2 * (j % 4) + (lane & 3) / 2;
-        store_shared_f2(part + j / 4 * 2048 + row * 128 + ((chunk ^ row % 8) * 16) + (lane & 1) * 8,
-                        dq[4 * j + 2 * r], dq[4 * j + 2 * r + 1]);
+      for (int c = 0; c < 4; ++c) {
+        wgmma_shared<Element, kHalf, 1, 1>(dq, ds + c * 2048 / 16, k + c * 2048 / 16,
+                                           keys_of > 0 || c > 0);
       }
     }
-    fence_async_shared();
-    __syncwarp();
-    if (lane == 0) {
-      tensor_reduce_add_5d(&args.dq, part, 0, due.q_block * 64 + 16 * warp, group * (kD / 64),
-                           due.row % args.num_heads, due.row / args.num_heads);
-      bulk_commit();
-    }
-  }
-
-  /// Waits for all products in flight, among them this group's half of the part of dq that is due; gives back `slot` and adds the part.
-  template <int kKeys>
-  __device__ __forceinline__ void finish_part(float (&dk)[kD / 2], float (&dv)[kD / 2],
-                                              const Due& due, uint32_t slot) const {
-    const uint32_t buffer = (step - 1) & 1;
-    float dq[kHalf / 2];
-    wgmma_fence();
-    issue_queries(dq, buffer, kKeys == 2 || (due.flags & kNeeded) != 0 ? 0 : 1, false);
-    if constexpr (kKeys == 2) issue_queries(dq, buffer, 1, true);
     wgmma_commit();
-    wgmma_wait<0>();
-    pin(dk);
-    pin(dv);
-    pin(dq);
-    if (slot != kNoSlot) arrive(Shape::empty(base, slot));
-    arrive(Shape::scores_empty(base, buffer));
-    add_queries(dq, due);
   }
 
-  __device__ __forceinline__ void finish(float (&dk)[kD / 2], float (&dv)[kD / 2], const Due& due,
-                                         uint32_t slot) const {
-    if (kWithQueries && due.flags != 0) {
-      const uint32_t before = step - 1;
-      mbarrier_wait(Shape::scores_full(base, before & 1), before >> 1 & 1);
-      // Each way waits for itself: where registers in flight meet in one place, the assembler makes all products wait.
-      if ((due.flags & due.flags >> kGroupFlags & kNeeded) != 0) {
-        finish_part<2>(dk, dv, due, slot);
-      } else {
-        finish_part<1>(dk, dv, due, slot);
+  /// Gives back the buffer of the stage before and adds this group's half of its part of dq.
+  __device__ __forceinline__ void add_queries(const float (&dq)[kHalf / 2], const Due& due) const {
+    if (due.row < 0) return;
+    arrive(Shape::scores_empty(base, (step - 1) & 1));
+    const int64_t batch = due.row / args.num_heads, head = due.row % args.num_heads;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int token = due.q_block * 64 + 16 * warp + lane / 4 + 8 * r;
+      if (token >= args.num_queries) continue;
+      float* at = args.dq + batch * args.dq_stride_batch + token * args.dq_stride_token +
+                  head * args.dq_stride_head + kGroup * kHalf + 2 * (lane & 3);
+#pragma unroll
+      for (int j = 0; j < kHalf / 8; ++j) {
+        reduce_add_f2(at + 8 * j, dq[4 * j + 2 * r] * late_scale(),
+                      dq[4 * j + 2 * r + 1] * late_scale());
       }
-    } else {
-      wgmma_wait<0>();
-      pin(dk);
-      pin(dv);
-      if (slot != kNoSlot) arrive(Shape::empty(base, slot));
     }
+  }
+
+  /// Waits until both groups have written the score gradients of the stage before.
+  __device__ __forceinline__ void wait_for_scores(const Due& due) const {
+    const uint32_t before = step - 1;
+    if (due.row >= 0) mbarrier_wait(Shape::scores_full(base, before & 1), before >> 1 & 1);
+  }
+
+  /// The part of dq that is due, with nothing else in flight.
+  __device__ __forceinline__ void finish(const Due& due) const {
+    if (due.row < 0) return;
+    float dq[kHalf / 2];
+    wait_for_scores(due);
+    wgmma_fence();
+    issue_queries(dq, (step - 1) & 1);
+    wgmma_wait<0>();
+    pin(dq);
+    add_queries(dq, due);
   }
 
   // ---- stages ----
 
-  /// One stage: this group's keys against its queries, and the part of dq that the stage before left.
-  __device__ __forceinline__ void stage(float (&dk)[kD / 2], float (&dv)[kD / 2], const uint4& note,
-                                        Due& due, bool& any) {
-    const uint32_t slot = ring.slot;
-    const uint32_t flags = note.x >> (group * kGroupFlags) & ((1 << kGroupFlags) - 1);
-    const int32_t q_start = static_cast<int32_t>(note.y), q_block = static_cast<int32_t>(note.z),
-                  row = static_cast<int32_t>(note.w);
-    const uint32_t buffer = step & 1;
-    if ((flags & kNeeded) != 0) {
-      any = true;
-      const uint32_t statistics = Shape::statistics(base, slot);
-      float s[32], dp[32];
+  /// This group's flags of the ring's next stage, once it is there.
+  __device__ __forceinline__ uint32_t look() const {
+    mbarrier_wait(Shape::full(base, ring.slot), ring.parity);
+    const uint32_t flags = load_shared_s32(Shape::note(base, ring.slot));
+    return (flags & kEnd) != 0 ? kEnd : flags >> (kGroup * kGroupFlags) & ((1 << kGroupFlags) - 1);
+  }
+  /// Gives the ring's next stage back; its part of dq is due.
+  __device__ __forceinline__ Due give_back() {
+    const uint4 note = load_shared_v4(Shape::note(base, ring.slot));
+    arrive(Shape::empty(base, ring.slot));
+    ring.advance();
+    return {static_cast<int32_t>(note.z), static_cast<int32_t>(note.w)};
+  }
+
+  /// Passes stages that this group does not need; only its half of dq is computed. Stops at one that it needs, or the end.
+  __device__ __forceinline__ uint32_t pass(Due& due) {
+    uint32_t flags = look();
+    while ((flags & (kNeeded | kEnd)) == 0) {
+      if constexpr (kWithQueries) {
+        mbarrier_wait(Shape::scores_empty(base, step & 1), (step >> 1 & 1) ^ 1);
+        clear_scores(step & 1);
+        fence_async_shared();
+        arrive(Shape::scores_full(base, step & 1));
+        finish(due);
+        ++step;
+      }
+      due = give_back();
+      flags = look();
+    }
+    return flags;
+  }
+
+  /// Stages that this group needs, one after the other; ends before the first that it does not need, or the end.
+  __device__ __forceinline__ void work(float (&dk)[kD / 2], float (&dv)[kD / 2], uint32_t flags,
+                                       Due& due) {
+    float s[32];
+    wgmma_fence();
+    issue_scores(s, Shape::keys(base, kGroup), Shape::queries(base, ring.slot));
+    for (;;) {  // scores on their way into s
+      const uint32_t statistics = Shape::statistics(base, ring.slot);
+      float dp[32], dq[kHalf / 2];
       wgmma_fence();
-      issue_scores(s, Shape::keys(base, group), Shape::queries(base, slot));
-      issue_scores(dp, Shape::values(base, group), Shape::dout(base, slot));
+      issue_scores(dp, Shape::values(base, kGroup), Shape::dout(base, ring.slot));
       wgmma_wait<1>();
       pin(s);
       const bool masked = (flags & (kMaskBits | kMaskEach)) != 0;
-      if (masked) {
-        const uint4 bits = load_shared_v4(Shape::note(base, slot) + 16);
-        mask(s, flags, q_start, group == 0 ? bits.x : bits.z, group == 0 ? bits.y : bits.w, q_block,
-             row);
-      }
+      if (masked) mask(s, flags);
       probabilities(s, statistics);
       wgmma_wait<0>();
       pin(dp);
@@ -262,67 +278,95 @@ struct KeyConsumer {
       uint32_t rounded[4][4], gradients[4][4];
       round(rounded, s);
       round(gradients, dp);
-      pin(dv);
       wgmma_fence();
-      issue_keys(dv, rounded, Shape::dout(base, slot));
+      issue_keys(dv, rounded, Shape::dout(base, ring.slot));
       if constexpr (kWithQueries) {
-        mbarrier_wait(Shape::scores_empty(base, buffer), (step >> 1 & 1) ^ 1);
-        store_scores(gradients, buffer);
-        arrive(Shape::scores_full(base, buffer));
+        mbarrier_wait(Shape::scores_empty(base, step & 1), (step >> 1 & 1) ^ 1);
+        store_scores(gradients, step & 1);
+      }
+      wgmma_fence();
+      issue_keys(dk, gradients, Shape::queries(base, ring.slot));
+      if constexpr (kWithQueries) {
+        fence_async_shared();
+        arrive(Shape::scores_full(base, step & 1));
+        // Where nothing is due, a product of whatever is there, added to nothing: the products in flight are then always the same.
+        wait_for_scores(due);
+        wgmma_fence();
+        issue_queries(dq, (step - 1) & 1);
+        wgmma_wait<1>();
+      } else {
+        wgmma_wait<0>();
       }
       pin(dk);
-      wgmma_fence();
-      issue_keys(dk, gradients, Shape::queries(base, slot));
-      finish(dk, dv, due, slot);
-    } else {
-      if constexpr (kWithQueries) {
-        mbarrier_wait(Shape::scores_empty(base, buffer), (step >> 1 & 1) ^ 1);
-        arrive(Shape::scores_full(base, buffer));
+      pin(dv);
+      const Due left = give_back();
+      flags = look();
+      if ((flags & kNeeded) == 0) {
+        if constexpr (kWithQueries) {
+          wgmma_wait<0>();
+          pin(dq);
+          add_queries(dq, due);
+          ++step;
+        }
+        due = left;
+        return;
       }
-      finish(dk, dv, due, slot);
-    }
-    if constexpr (kWithQueries) {
-      due = {note.x, q_block, row};
-      ++step;
+      wgmma_fence();
+      issue_scores(s, Shape::keys(base, kGroup), Shape::queries(base, ring.slot));
+      if constexpr (kWithQueries) {
+        wgmma_wait<0>();
+        pin(dq);
+        pin(s);
+        add_queries(dq, due);
+        ++step;
+      }
+      due = left;
     }
   }
 
   // ---- items ----
 
+  /// whole: all there is of these gradients, to memory that holds nothing yet.
   __device__ __forceinline__ void store(const float (&dk)[kD / 2], const float (&dv)[kD / 2],
-                                        const uint4& item) const {
+                                        const uint4& item, bool whole) const {
     const int limit = static_cast<int>(item.w);
     const int source = static_cast<int>(item.x >> 8);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int key = 64 * group + 16 * warp + lane / 4 + 8 * r;
+      const int key = 64 * kGroup + 16 * warp + lane / 4 + 8 * r;
       if (key >= limit) continue;
       const int64_t token = static_cast<int64_t>(item.z) + key;
+      float *dk_at, *dv_at;
       if ((item.x & 255) == kItemColumns) {
         const int64_t at = (static_cast<int64_t>(item.y) * args.gathered_rows +
                             args.sources[source].gathered_begin + token) *
-                               kD +
-                           2 * (lane & 3);
-#pragma unroll
-        for (int j = 0; j < kD / 8; ++j) {
-          *reinterpret_cast<float2*>(args.gathered_dk + at + 8 * j) =
-              make_float2(dk[4 * j + 2 * r], dk[4 * j + 2 * r + 1]);
-          *reinterpret_cast<float2*>(args.gathered_dv + at + 8 * j) =
-              make_float2(dv[4 * j + 2 * r], dv[4 * j + 2 * r + 1]);
-        }
+                           kD;
+        dk_at = args.gathered_dk + at;
+        dv_at = args.gathered_dv + at;
       } else {
-        // One addition per place and launch: their order does not matter.
         const GradientArgs& to = args.gradients[source];
         const int64_t batch = static_cast<int>(item.y) / args.num_kv_heads,
                       head = static_cast<int>(item.y) % args.num_kv_heads;
-        float* dk_at = to.dk + batch * to.dk_stride_batch + token * to.dk_stride_token +
-                       head * to.dk_stride_head + 2 * (lane & 3);
-        float* dv_at = to.dv + batch * to.dv_stride_batch + token * to.dv_stride_token +
-                       head * to.dv_stride_head + 2 * (lane & 3);
+        dk_at = to.dk + batch * to.dk_stride_batch + token * to.dk_stride_token +
+                head * to.dk_stride_head;
+        dv_at = to.dv + batch * to.dv_stride_batch + token * to.dv_stride_token +
+                head * to.dv_stride_head;
+      }
+      dk_at += 2 * (lane & 3);
+      dv_at += 2 * (lane & 3);
+      const bool whole =
+          (item.x & 255) == kItemColumns && args.column_q_blocks >= args.num_q_blocks;
 #pragma unroll
-        for (int j = 0; j < kD / 8; ++j) {
-          reduce_add_f2(dk_at + 8 * j, dk[4 * j + 2 * r], dk[4 * j + 2 * r + 1]);
-          reduce_add_f2(dv_at + 8 * j, dv[4 * j + 2 * r], dv[4 * j + 2 * r + 1]);
+      for (int j = 0; j < kD / 8; ++j) {
+        const float2 k = make_float2(dk[4 * j + 2 * r] * late_scale(),
+                                     dk[4 * j + 2 * r + 1] * late_scale()),
+                     v = make_float2(dv[4 * j + 2 * r], dv[4 * j + 2 * r + 1]);
+        if (whole) {
+          *reinterpret_cast<float2*>(dk_at + 8 * j) = k;
+          *reinterpret_cast<float2*>(dv_at + 8 * j) = v;
+        } else {  // blocks: one addition per place and launch, in whatever order
+          reduce_add_f2(dk_at + 8 * j, k.x, k.y);
+          reduce_add_f2(dv_at + 8 * j, v.x, v.y);
         }
       }
     }
@@ -331,34 +375,25 @@ struct KeyConsumer {
   __device__ __forceinline__ void run() {
     for (uint32_t parity = 0;; parity ^= 1) {
       mbarrier_wait(Shape::keys_full(base), parity);
-      const uint4 item = load_shared_v4(Shape::item(base));
-      if ((item.x & 255) == kItemEnd) break;
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        key_position[r] =
-            load_shared_s32(Shape::positions(base, group) + (16 * warp + lane / 4 + 8 * r) * 4);
-      }
+      if (load_shared_s32(Shape::item(base)) == kItemEnd) break;
       float dk[kD / 2], dv[kD / 2];
 #pragma unroll
       for (int i = 0; i < kD / 2; ++i) dk[i] = dv[i] = 0;
       Due due;
       bool any = false;
-      for (;;) {
-        mbarrier_wait(Shape::full(base, ring.slot), ring.parity);
-        const uint4 note = load_shared_v4(Shape::note(base, ring.slot));
-        if ((note.x & kEnd) != 0) break;
-        stage(dk, dv, note, due, any);
-        ring.advance();
+      for (uint32_t flags = pass(due); (flags & kEnd) == 0; flags = pass(due)) {
+        any = true;
+        work(dk, dv, flags, due);
       }
       arrive(Shape::empty(base, ring.slot));
       ring.advance();
-      if constexpr (kWithQueries) {
-        if (due.flags != 0) finish(dk, dv, due, kNoSlot);
-      }
+      if constexpr (kWithQueries) finish(due);
+      const uint4 item = load_shared_v4(Shape::item(base));
       arrive(Shape::keys_empty(base));
-      if (any || (item.x & 255) == kItemColumns) store(dk, dv, item);
+      const bool whole =
+          (item.x & 255) == kItemColumns && args.column_q_blocks >= args.num_q_blocks;
+      if (any || whole) store(dk, dv, item, whole);
     }
-    if (lane == 0) bulk_wait();
   }
 };
 

@@ -42,8 +42,13 @@ __global__ void __launch_bounds__(BackwardShape<kD, kWithQueries>::kThreads, 1)
     }
   } else {
     registers_increase<Shape::kConsumerRegisters>();
-    KeyConsumer<Element, kD, kWithQueries> consumer{args, base, warp / 4, warp % 4, lane};
-    consumer.run();
+    if (warp < 4) {
+      KeyConsumer<Element, kD, kWithQueries, 0> consumer{args, base, warp, lane};
+      consumer.run();
+    } else {
+      KeyConsumer<Element, kD, kWithQueries, 1> consumer{args, base, warp - 4, lane};
+      consumer.run();
+    }
   }
 }
 

@@ -28,6 +28,7 @@ struct KeyProducer {
   int source = 0, unit = 0;  // unit: row, or batch * num_kv_heads + kv head
   int first = 0;             // key row or column
   int keys = 0;              // that exist from there on
+  int first_q_block = 0;     // of columns
 
   // ---- stages ----
 
@@ -118,7 +119,8 @@ struct KeyProducer {
                        ? from.column_positions[unit * from.column_capacity + first + key]
                        : from.block_starts[(first + key) / 64] + key % 64 * args.position_stride;
       }
-      padding[i] = key < keys && position >= args.seq_len;
+      // The product of dq runs over both groups' keys: those of a group that is not there must be zeros.
+      padding[i] = key < keys ? position >= args.seq_len : kWithQueries && i >= 2 && keys <= 64;
       store_shared_s32(Shape::positions(base, 0) + key * 4, position);
     }
     uint32_t rows[4];
@@ -270,9 +272,10 @@ struct KeyProducer {
     for (int i = 0; i < 4; ++i)
       position[i] = load_shared_s32(Shape::positions(base, 0) + (lane + 32 * i) * 4);
     const int32_t lowest = __shfl_sync(~0u, position[0], 0);  // ascending
-    for (int window = 0; window < args.num_q_blocks; window += 32) {
+    const int end = min(first_q_block + args.column_q_blocks, args.num_q_blocks);
+    for (int window = first_q_block; window < end; window += 32) {
       int4 bounds = make_int4(0, -1, 0, 0);
-      if (window + lane < args.num_q_blocks) {
+      if (window + lane < end) {
         bounds = args.query_bounds[static_cast<int64_t>(row) * args.num_q_blocks + window + lane];
       }
       uint32_t pending = __ballot_sync(~0u, bounds.y >= lowest);
@@ -313,20 +316,24 @@ struct KeyProducer {
 
   /// False: there is no such item.
   __device__ __forceinline__ bool decode(int item) {
-    if (item < args.column_items) {
-      // The first tiles of all heads before their second ones: they are seen by the most queries.
-      const int tile = item / (args.num_sources * args.num_rows),
-                rest = item % (args.num_sources * args.num_rows);
-      kind = kItemColumns;
-      source = rest / args.num_rows;
+    const bool columns = args.columns_first != 0 ? item < args.column_items
+                                                 : item >= args.num_items - args.column_items;
+    if (columns) {
+      // The tiles of one head over the same queries together.
+      int rest = args.columns_first != 0 ? item : item - (args.num_items - args.column_items);
+      first = rest % args.column_tiles * 128;
+      rest /= args.column_tiles;
+      source = rest % args.num_sources;
+      rest /= args.num_sources;
       unit = rest % args.num_rows;
-      first = tile * 128;
+      first_q_block = rest / args.num_rows * args.column_q_blocks;
+      kind = kItemColumns;
       const SourceArgs& from = args.sources[source];
       if (from.column_counts == nullptr || first >= from.column_capacity) return false;
       keys = min(128, from.column_counts[unit] - first);
       return keys > 0;
     }
-    const int inside = item - args.column_items;
+    const int inside = args.columns_first != 0 ? item - args.column_items : item;
     const int pairs = args.block_pairs * args.num_sources;
     kind = kItemBlocks;
     unit = inside / pairs;

@@ -30,7 +30,8 @@ __global__ void __launch_bounds__(32 * kWarps) prepare(const PrepareArgs args) {
       const float natural = args.lse[static_cast<int64_t>(row) * args.num_queries + token];
       if (natural != -INFINITY && position < args.seq_len) {
         lse = -natural * 1.4426950408889634f;
-        delta = -args.delta[static_cast<int64_t>(row) * args.num_queries + token] * args.scale;
+        delta =
+            -args.delta[static_cast<int64_t>(row) * args.num_queries + token] * args.delta_scale;
         last = position;
         const int32_t document =
             args.document_start == nullptr

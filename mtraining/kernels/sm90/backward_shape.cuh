@@ -14,17 +14,14 @@ template <int kD, bool kWithQueries>
 struct BackwardShape {
   static constexpr int kGroups = 2;               // consumer warpgroups, 64 keys each
   static constexpr int kTileBytes = 64 * kD * 2;  // [D / 64][64 rows][64 of D], 128-byte swizzle
-  static constexpr int kStages = (kWithQueries ? 3 : 4) * 128 / kD;
+  static constexpr int kStages = 4 * 128 / kD;
   static constexpr int kScoreBytes = 64 * 64 * 2;  // dS^T of a group: [64 keys][64 queries]
   static constexpr int kStatisticsBytes = 2 * 64 * 4;
   static constexpr int kNoteBytes = 32;
-  // A warp's dq: [D / 64][16 rows][32 of D] of float32.
-  static constexpr int kPartBytes = kD / 64 * 16 * 128;
 
   static constexpr int kQueries = 2 * kGroups * kTileBytes;
   static constexpr int kScores = kQueries + kStages * 2 * kTileBytes;
-  static constexpr int kParts = kScores + (kWithQueries ? 2 * kGroups * kScoreBytes : 0);
-  static constexpr int kStatistics = kParts + (kWithQueries ? 8 * kPartBytes : 0);
+  static constexpr int kStatistics = kScores + (kWithQueries ? 2 * kGroups * kScoreBytes : 0);
   static constexpr int kNotes = kStatistics + kStages * kStatisticsBytes;
   static constexpr int kPositions = kNotes + kStages * kNoteBytes;
   static constexpr int kItem = kPositions + kGroups * 64 * 4;
@@ -49,9 +46,6 @@ struct BackwardShape {
   static __device__ __forceinline__ uint32_t scores(uint32_t base, uint32_t buffer,
                                                     uint32_t group) {
     return base + kScores + (buffer * kGroups + group) * kScoreBytes;
-  }
-  static __device__ __forceinline__ uint32_t part(uint32_t base, uint32_t group, uint32_t warp) {
-    return base + kParts + (group * 4 + warp) * kPartBytes;
   }
   static __device__ __forceinline__ uint32_t statistics(uint32_t base, uint32_t slot) {
     return base + kStatistics + slot * kStatisticsBytes;

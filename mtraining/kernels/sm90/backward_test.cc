@@ -43,6 +43,28 @@ std::vector<float> read_gradient(const DeviceMemory& memory, int64_t count, cons
   return values;
 }
 
+struct Solved {
+  testing::Solution truth, plain;
+};
+
+/// Layouts, lists and launches do not change the problem: solved once for neighbouring cases that differ in nothing else.
+const Solved& solved(const Case& c, const testing::Problem& problem, const testing::Mask& mask) {
+  static std::string last;
+  static Solved kept;
+  const std::string key =
+      concat(c.seq_len, " ", c.batch, " ", c.num_q_heads, " ", c.num_kv_heads, " ", c.head_dim, " ",
+             static_cast<int>(c.dtype), " ", c.columns != Columns::kNone, " ",
+             static_cast<int>(c.documents), " ", c.dense, " ", c.without_diagonal, " ",
+             c.num_columns, " ", c.outlier_channel, " ", c.huge_scores);
+  if (key != last) {
+    kept.truth = testing::solve(problem, mask);
+    kept.plain =
+        testing::solve_plain(problem, mask, precision_of(c.dtype), testing::Delta::kFromOut);
+    last = key;
+  }
+  return kept;
+}
+
 Gradients run_case(const Case& c) {
   SCOPED_TRACE(c.name);
   const Precision precision = precision_of(c.dtype);
@@ -52,9 +74,8 @@ Gradients run_case(const Case& c) {
   const std::vector<int32_t> documents = testing::make_document_starts(c.documents, B, c.seq_len);
   const testing::Mask mask =
       testing::vertical_slash_mask(choice.diagonals, choice.columns, H, documents, c.seq_len);
-  const testing::Solution truth = testing::solve(problem, mask);
-  const testing::Solution plain =
-      testing::solve_plain(problem, mask, precision, testing::Delta::kFromOut);
+  const Solved& right = solved(c, problem, mask);
+  const testing::Solution &truth = right.truth, &plain = right.plain;
 
   const index::Index index = index::make_index(static_cast<int>(B), static_cast<int>(H), c.seq_len,
                                                choice.diagonals, choice.columns);
@@ -338,7 +359,7 @@ TEST(Sm90Backward, StripesOverRanksMatchTheOracle) {
     for (const int cp_size : {1, 2, 3, 8}) {
       run_case({.name = concat("block_striped ", stripe, " W ", cp_size),
                 .layout = LayoutKind::kBlockStriped,
-                .seq_len = 1500,
+                .seq_len = 1100,
                 .stripe = stripe,
                 .cp_size = cp_size,
                 .columns = Columns::kOnce});
@@ -480,7 +501,8 @@ TEST(Sm90Backward, ASingleKeyHasNoScoreGradient) {
                                       .outlier_channel = outliers});
       for (const double x : got.dq) ASSERT_EQ(x, 0);
       for (const double x : got.dk) ASSERT_EQ(x, 0);
-      EXPECT_EQ(got.dv, got.dout);
+      for (size_t i = 0; i < got.dv.size(); ++i)
+        ASSERT_NEAR(got.dv[i], got.dout[i], 1e-6) << i;  // the sum began at 1
     }
   }
 }
@@ -488,10 +510,11 @@ TEST(Sm90Backward, ASingleKeyHasNoScoreGradient) {
 TEST(Sm90Backward, RefusesWhatItCannotDo) {
   const auto message = [](BackwardParams params) {
     KeySource source;
-    int dummy = 0;
+    alignas(16) int dummy = 0;
     source.num_keys = params.num_queries;
     source.k = source.v = {&dummy, 0, params.head_dim, 0};
-    source.dk = source.dv = {&dummy, 1, params.head_dim, 1};
+    source.dk = {&dummy, 2, params.head_dim, 2};
+    source.dv = {&dummy, 2, params.head_dim, 2};
     source.block_starts = &dummy;
     source.blocks.kind = BlockListKind::kCsr;
     const int64_t begin = 0;
@@ -501,7 +524,7 @@ TEST(Sm90Backward, RefusesWhatItCannotDo) {
     params.q = params.dout = {&dummy, 0, params.head_dim, 0};
     params.q_block_starts = &dummy;
     params.lse = params.delta = &dummy;
-    params.dq = {&dummy, 1, params.head_dim, 1};
+    params.dq = {&dummy, 2, params.head_dim, 2};
     try {
       backward(params);
     } catch (const std::exception& error) {

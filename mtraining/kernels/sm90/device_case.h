@@ -63,7 +63,7 @@ struct Case {
   bool ragged_memory = false;  // contiguous, one rank: memory ends with the sequence
   int64_t num_columns = 40;
   double outlier_channel = 0;  // > 0: a few channels of q and k multiplied by it
-  bool huge_scores = false;    // +500 between neighbouring documents, -500 inside them
+  bool huge_scores = false;    // +500 and -500 between documents, which do not see each other
 };
 
 inline testing::Problem make_problem(const Case& c) {
@@ -85,14 +85,20 @@ inline testing::Problem make_problem(const Case& c) {
         testing::make_document_starts(c.documents, c.batch, c.seq_len);
     const float size = std::round(std::sqrt(500 * std::sqrt(static_cast<float>(c.head_dim))));
     for (int64_t b = 0; b < c.batch; ++b) {
-      float sign = 1;
+      int parity = 0;
       for (int64_t t = 0; t < c.seq_len; ++t) {
         const int64_t at = b * c.seq_len + t;
-        if (t > 0 && starts[at] != starts[at - 1]) sign = -sign;
-        for (int64_t h = 0; h < c.num_q_heads; ++h)
-          values.q[(at * c.num_q_heads + h) * c.head_dim] = sign * size;
-        for (int64_t h = 0; h < c.num_kv_heads; ++h)
-          values.k[(at * c.num_kv_heads + h) * c.head_dim] = -sign * size;
+        if (t > 0 && starts[at] != starts[at - 1]) parity = 1 - parity;
+        for (int64_t h = 0; h < c.num_q_heads; ++h) {
+          float* q = values.q.data() + (at * c.num_q_heads + h) * c.head_dim;
+          q[parity] = size;
+          q[1 - parity] = 0;
+        }
+        for (int64_t h = 0; h < c.num_kv_heads; ++h) {
+          float* k = values.k.data() + (at * c.num_kv_heads + h) * c.head_dim;
+          k[parity] = 0;
+          k[1 - parity] = t % 3 == 0 ? -size : size;
+        }
       }
     }
   }

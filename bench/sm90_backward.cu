@@ -1,0 +1,251 @@
+// Speed of the Hopper backward on a fixed vertical-slash pattern: one JSON line a case and mode.
+//
+// sm90_backward PATTERN.json CASE...      CASE: those of sm90_forward.cu without rank8_split; a trailing + measures both modes
+// Each line: the backward alone (workspace kernels and gather inside), delta apart; FLOPs are 10 * D a pair. Errors: sampled rows of dq
+// and keys of dk, dv against float64, with the forward's lse; relative to the row's norm.
+// Without CMake, from the repository's root:
+//   nvcc -gencode arch=compute_90a,code=sm_90a -O3 -std=c++20 -I. -cudart static -o sm90_backward bench/sm90_backward.cu
+//     mtraining/kernels/sm90/*.cu mtraining/kernels/validate.cc
+//     mtraining/index/{index,columns,step_index,step_pairs,stripes}.cc mtraining/layout/layout.cc
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <cstdio>
+#include <string>
+#include <vector>
+
+#include "bench/sm90_case.cuh"
+#include "mtraining/kernels/sm90/backward.h"
+
+using namespace mtraining::bench::sm90;
+using mtraining::kernels::BackwardParams;
+
+namespace {
+
+struct GradientRun {
+  DeviceMemory dout, dq, delta, workspace;
+  std::vector<DeviceMemory> gradients;  // dk, dv of every source
+  BackwardParams params;
+};
+
+std::unique_ptr<GradientRun> prepare_gradients(const Inputs& inputs, RankRun& run) {
+  auto made = std::make_unique<GradientRun>();
+  mtraining::kernels::sm90::forward(run.params);
+  const int64_t n = run.params.num_queries, width = kHeads * kD;
+  made->dout = take_rows(inputs.dout, run.positions, width);
+  made->dq = DeviceMemory(n * width * 4);
+  made->delta = DeviceMemory(n * kHeads * 4);
+  BackwardParams& p = made->params;
+  static_cast<mtraining::kernels::AttentionParams&>(p) = run.params;
+  p.dout = {made->dout.get(), 0, width, kD};
+  p.lse = run.lse.get();
+  p.delta = made->delta.get();
+  p.dq = {made->dq.get(), n * width, width, kD};
+  for (KeySource& source : run.sources) {
+    const bool shared = source.block_starts == nullptr;  // gathered columns: one head a row
+    const int64_t row = shared ? kD : kKvHeads * kD;
+    for (auto* view : {&source.dk, &source.dv}) {
+      made->gradients.emplace_back(source.num_keys * row * 4);
+      *view = {made->gradients.back().get(), 0, row, shared ? 0 : kD};
+    }
+  }
+  p.sources = run.sources.data();
+  made->workspace = DeviceMemory(mtraining::kernels::sm90::backward_workspace_bytes(p));
+  p.workspace = made->workspace.get();
+  p.workspace_bytes = made->workspace.bytes();
+  return made;
+}
+
+void clear(const GradientRun& run) {
+  check_device(cudaMemset(run.dq.get(), 0, run.dq.bytes()), "clearing dq");
+  for (const DeviceMemory& memory : run.gradients)
+    check_device(cudaMemset(memory.get(), 0, memory.bytes()), "clearing dk, dv");
+}
+
+double median(std::vector<double> values) {
+  std::sort(values.begin(), values.end());
+  return values[values.size() / 2];
+}
+
+/// Times of `launch`, sorted.
+template <typename Launch>
+std::vector<double> times(const Launch& launch) {
+  cudaEvent_t start, stop;
+  check_device(cudaEventCreate(&start), "event");
+  check_device(cudaEventCreate(&stop), "event");
+  std::vector<double> found;
+  for (int i = 0; i < kWarmUp + kRuns; ++i) {
+    check_device(cudaEventRecord(start), "record");
+    launch();
+    check_device(cudaEventRecord(stop), "record");
+    check_device(cudaEventSynchronize(stop), "the kernel");
+    float ms = 0;
+    check_device(cudaEventElapsedTime(&ms, start, stop), "elapsed");
+    if (i >= kWarmUp) found.push_back(ms);
+  }
+  std::sort(found.begin(), found.end());
+  cudaEventDestroy(start);
+  cudaEventDestroy(stop);
+  return found;
+}
+
+struct Errors {
+  double dq = 0, dk = 0, dv = 0;
+};
+
+void worsen(double& worst, const std::vector<double>& right, const float* got) {
+  double norm = 0, error = 0;
+  for (int d = 0; d < kD; ++d) {
+    norm += right[d] * right[d];
+    error += (got[d] - right[d]) * (got[d] - right[d]);
+  }
+  const double relative = std::sqrt(error / norm);
+  worst = std::isnan(relative) ? INFINITY : std::max(worst, relative);
+}
+
+/// One rank holds everything. Sampled rows and keys with the lse and delta that the kernels used.
+Errors sampled_errors(const Inputs& inputs, const mtraining::index::Index& index,
+                      const RankRun& run, const GradientRun& gradients) {
+  const int64_t n = inputs.seq_len;
+  const auto widen = [](const DeviceMemory& memory) {
+    const auto bits = memory.read<__nv_bfloat16>();
+    std::vector<float> values(bits.size());
+    for (size_t i = 0; i < bits.size(); ++i) values[i] = __bfloat162float(bits[i]);
+    return values;
+  };
+  const auto q = widen(inputs.q), k = widen(inputs.k), v = widen(inputs.v),
+             dout = widen(inputs.dout);
+  const auto lse = run.lse.read<float>(), delta = gradients.delta.read<float>();
+  const auto dq = gradients.dq.read<float>(), dk = gradients.gradients[0].read<float>(),
+             dv = gradients.gradients[1].read<float>();
+  const double scale = 1 / std::sqrt(double{kD});
+  std::vector<std::vector<uint8_t>> diagonal(kHeads), column(kHeads);
+  for (int h = 0; h < kHeads; ++h) {
+    diagonal[h].assign(n / 64 + 1, 0);
+    column[h].assign(n, 0);
+    for (const int32_t d : index.diagonals.row(h)) diagonal[h][d] = 1;
+    if (index.columns.capacity > 0)
+      for (const int32_t j : index.columns.row(h)) column[h][j] = 1;
+  }
+  const auto sees = [&](int h, int64_t i, int64_t j) {
+    return j <= i && (diagonal[h][i / 64 - j / 64] != 0 || column[h][j] != 0);
+  };
+  /// p and its gradient's factor of one pair.
+  const auto pair = [&](int h, int64_t i, int64_t j, double& p, double& ds) {
+    const float *a = &q[(i * kHeads + h) * kD], *b = &dout[(i * kHeads + h) * kD],
+                *c = &k[(j * kKvHeads + h / (kHeads / kKvHeads)) * kD],
+                *e = &v[(j * kKvHeads + h / (kHeads / kKvHeads)) * kD];
+    double s = 0, dp = 0;
+    for (int d = 0; d < kD; ++d) {
+      s += double{a[d]} * c[d];
+      dp += double{b[d]} * e[d];
+    }
+    p = std::exp(s * scale - lse[h * n + i]);
+    ds = scale * p * (dp - delta[h * n + i]);
+  };
+  Errors worst;
+  uint64_t state = 12345;
+  const auto draw = [&] {
+    state = state * 6364136223846793005ull + 1442695040888963407ull;
+    return static_cast<int64_t>((state >> 33) % n);
+  };
+  for (int sample = 0; sample < 12; ++sample) {
+    const int h = sample % kHeads;
+    const int64_t i = draw();
+    std::vector<double> right(kD, 0);
+    for (int64_t j = 0; j <= i; ++j) {
+      if (!sees(h, i, j)) continue;
+      double p, ds;
+      pair(h, i, j, p, ds);
+      for (int d = 0; d < kD; ++d)
+        right[d] += ds * k[(j * kKvHeads + h / (kHeads / kKvHeads)) * kD + d];
+    }
+    worsen(worst.dq, right, &dq[(i * kHeads + h) * kD]);
+  }
+  for (int sample = 0; sample < 4; ++sample) {
+    const int g = sample % kKvHeads;
+    int64_t j = draw();
+    while (sample >= 2 && column[g * (kHeads / kKvHeads)][j] == 0 && index.columns.capacity > 0)
+      j = (j + 1) % n;
+    std::vector<double> right_k(kD, 0), right_v(kD, 0);
+    for (int h = g * (kHeads / kKvHeads); h < (g + 1) * (kHeads / kKvHeads); ++h) {
+      for (int64_t i = j; i < n; ++i) {
+        if (!sees(h, i, j)) continue;
+        double p, ds;
+        pair(h, i, j, p, ds);
+        for (int d = 0; d < kD; ++d) {
+          right_k[d] += ds * q[(i * kHeads + h) * kD + d];
+          right_v[d] += p * dout[(i * kHeads + h) * kD + d];
+        }
+      }
+    }
+    worsen(worst.dk, right_k, &dk[(j * kKvHeads + g) * kD]);
+    worsen(worst.dv, right_v, &dv[(j * kKvHeads + g) * kD]);
+  }
+  return worst;
+}
+
+void measure(const Prepared& made, const std::string& name, bool both, bool check) {
+  std::vector<std::unique_ptr<GradientRun>> runs;
+  for (const auto& run : made.runs) runs.push_back(prepare_gradients(*made.inputs, *run));
+  const auto delta = times([&] {
+    for (size_t r = 0; r < runs.size(); ++r)
+      mtraining::kernels::sm90::delta(
+          runs[r]->params, {made.runs[r]->out.get(), 0, kHeads * kD, kD}, runs[r]->delta.get());
+  });
+  for (const bool deterministic : {false, true}) {
+    if (deterministic && !both) continue;
+    for (const auto& run : runs) run->params.deterministic = deterministic;
+    const auto launch = [&] {
+      for (const auto& run : runs) mtraining::kernels::sm90::backward(run->params);
+    };
+    const auto ms = times(launch);
+    std::vector<double> calls;
+    for (int i = 0; i < kRuns; ++i) {
+      const auto before = std::chrono::steady_clock::now();
+      mtraining::kernels::sm90::backward(runs[0]->params);
+      calls.push_back(
+          std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now() - before)
+              .count());
+    }
+    check_device(cudaDeviceSynchronize(), "the kernel");
+    Errors errors;
+    if (check && made.runs[0]->sources.size() == 1) {
+      for (const auto& run : runs) clear(*run);
+      launch();
+      errors = sampled_errors(*made.inputs, made.index, *made.runs[0], *runs[0]);
+    }
+    std::printf(
+        "{\"bench\": \"sm90_backward\", \"pattern\": \"%s\", \"case\": \"%s\", \"deterministic\": "
+        "%s, "
+        "\"seq_len\": %ld, \"pairs\": %ld, \"ms\": %.3f, \"min_ms\": %.3f, \"max_ms\": %.3f, "
+        "\"tflops\": %.1f, \"delta_ms\": %.3f, \"host_us\": %.1f, \"workspace_bytes\": %ld, "
+        "\"dq_error\": %.2e, \"dk_error\": %.2e, \"dv_error\": %.2e}\n",
+        made.pattern.name.c_str(), name.c_str(), deterministic ? "true" : "false",
+        static_cast<long>(made.inputs->seq_len), static_cast<long>(made.pairs), ms[ms.size() / 2],
+        ms.front(), ms.back(),
+        10.0 * kD * static_cast<double>(made.pairs) / ms[ms.size() / 2] / 1e9,
+        delta[delta.size() / 2], median(calls), static_cast<long>(runs[0]->workspace.bytes()),
+        errors.dq, errors.dk, errors.dv);
+    std::fflush(stdout);
+  }
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  try {
+    const Pattern pattern = read_pattern(argc > 1 ? argv[1] : "");
+    for (int a = 2; a < argc; ++a) {
+      std::string name = argv[a];
+      const bool both = name.back() == '+';
+      if (both) name.pop_back();
+      const Prepared made = prepare_case(pattern, name);
+      measure(made, name, both, name == "one" || name == "csr");
+    }
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "sm90_backward: error: %s\n", error.what());
+    return 1;
+  }
+  return 0;
+}
