@@ -38,6 +38,8 @@ def test_allowed_includes_pass(tmp_path):
             "mtraining/torch_ops/ops.cc": "TORCH_LIBRARY(mtraining, m) {}\n",
             "mtraining/kernels/merge.cu": "void f() { k<<<1, 1>>>(); }\n",
             "cli/main.cc": '#include "mtraining/layout/layout.h"\nint main() { printf("x"); }\n',
+            "bench/b.h": HEADER,
+            "cli/b.cc": '#include "bench/b.h"\n',
         },
     )
 
@@ -92,6 +94,14 @@ FAULTS = {
             "mtraining/testing/o.cc": '#include "mtraining/model/m.h"\n',
         },
         "may not include model/",
+    ),
+    "cli included by bench": (
+        {"cli/c.h": HEADER, "bench/b.cc": '#include "cli/c.h"\n'},
+        "nothing includes cli/",
+    ),
+    "bench included by a library": (
+        {"bench/b.h": HEADER, "mtraining/train/t.cc": '#include "bench/b.h"\n'},
+        "nothing includes bench/",
     ),
     "cli included": (
         {"cli/c.h": HEADER, "mtraining/train/t.cc": '#include "cli/c.h"\n'},
