@@ -243,8 +243,7 @@ Json run_config(const fs::path& path) {
   if (config.train.tokens) out["tokens"] = *config.train.tokens;
   if (config.parallel.cp_size) out["cp_size"] = *config.parallel.cp_size;
   out["dp_size"] = config.parallel.dp_size;
-  out["pattern"] =
-      std::string(to_string(config.attention.pattern));
+  out["pattern"] = std::string(to_string(config.attention.pattern));
   out["seed"] = config.train.seed;
   return out;
 }

@@ -196,6 +196,8 @@ int launch(const LaunchOptions& options) {
   return first->exit_code;
 }
 
+bool started_by_launch() { return std::getenv(kErrorFd) != nullptr; }
+
 void report_error(int rank, int exit_code, const std::string& message) {
   const char* fd = std::getenv(kErrorFd);
   if (fd == nullptr) {

@@ -23,6 +23,9 @@ struct LaunchOptions {
 /// Errors: ExternalError where no process can be started.
 int launch(const LaunchOptions& options);
 
+/// Whether this process is a child of launch().
+bool started_by_launch();
+
 /// In a child of launch(): sends the cause to the launcher, which prints it. Otherwise (torchrun, a single process) prints it.
 void report_error(int rank, int exit_code, const std::string& message);
 

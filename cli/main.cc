@@ -95,9 +95,10 @@ int fail(int code, std::string message) {
 }
 
 /// Before the libraries' own initialisers, which take a while: a job may be stopped in its first second.
-void before_libraries(int argc, char** argv, char**) {
+void before_libraries(int argc, char** argv, char** environment) {
   ::signal(SIGXFSZ, SIG_IGN);  // a file that may not grow is an error with words, not a death
-  if (argc > 1 && std::strcmp(argv[1], "train") == 0) mtraining::cli::install_stop_handlers();
+  if (argc > 1 && std::strcmp(argv[1], "train") == 0)
+    mtraining::cli::install_stop_handlers(environment);
 }
 [[gnu::section(".preinit_array"),
   gnu::used]] void (*const kBeforeLibraries)(int, char**, char**) = before_libraries;

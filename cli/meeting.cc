@@ -340,7 +340,7 @@ void Meeting::State::serve() {
       changed.notify_all();
     }
     check_ends();
-    if (over || own_cause) continue;
+    if (over || own_cause || quit) continue;
     if (failure && returned) {
       lock.unlock();
       options.on_failure(*failure);

@@ -94,12 +94,21 @@ void on_stop(int) {
   }
 }
 
+/// getenv() finds nothing yet where libc itself is not initialised.
+const char* find_variable(char** environment, const char* name) {
+  const size_t length = std::strlen(name);
+  for (; *environment != nullptr; ++environment)
+    if (std::strncmp(*environment, name, length) == 0 && (*environment)[length] == '=')
+      return *environment + length + 1;
+  return nullptr;
+}
+
 /// Whether another launcher than --nproc has started several ranks.
-bool has_peers() {
-  if (::getenv("MTRAINING_ERROR_FD") != nullptr) return false;
+bool has_peers(char** environment) {
+  if (find_variable(environment, "MTRAINING_ERROR_FD") != nullptr) return false;
   for (const char* name :
        {"WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"}) {
-    const char* size = ::getenv(name);
+    const char* size = find_variable(environment, name);
     if (size != nullptr) return std::atoi(size) > 1;
   }
   return false;
@@ -107,12 +116,12 @@ bool has_peers() {
 
 }  // namespace
 
-void install_stop_handlers() {
+void install_stop_handlers(char** environment) {
   for (const char* name : {"RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID"}) {
-    const char* rank = ::getenv(name);
+    const char* rank = find_variable(environment, name);
     if (rank != nullptr && std::strcmp(rank, "0") != 0) printing = false;
   }
-  peers = has_peers();
+  peers = has_peers(environment);
   ::signal(SIGPIPE, SIG_IGN);  // who reads the progress may leave
   struct sigaction action {};
   action.sa_flags = SA_RESTART;

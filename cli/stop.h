@@ -16,9 +16,9 @@
 
 namespace mtraining::cli {
 
-/// Installs the handlers, ignores SIGPIPE and unblocks the stop signals. Needs nothing but libc: it may run before libraries
-/// are initialised. Only a process whose launcher gave it rank 0, or none, will print.
-void install_stop_handlers();
+/// Installs the handlers, ignores SIGPIPE and unblocks the stop signals. Needs nothing but system calls: it may run before
+/// libraries, libc among them, are initialised. `environment`: what main() is given as its third argument. Only a process whose launcher gave it rank 0, or none, will print.
+void install_stop_handlers(char** environment);
 /// True from the first signal on; the address lives as long as the process.
 const std::atomic<bool>& stop_wanted();
 /// The run goes on from a checkpoint of this step. by_itself: the same command would find the next checkpoint too.

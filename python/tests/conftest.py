@@ -31,6 +31,15 @@ def binary() -> Path:
     return found
 
 
+def assert_one_sentence(result, *parts: str, code: int = 2) -> None:
+    lines = [line for line in result.stderr.splitlines() if line]
+    assert len(lines) == 1, result.stderr + result.stdout
+    assert lines[0].startswith("mtraining: error: "), lines[0]
+    for part in parts:
+        assert part in lines[0], (part, lines[0])
+    assert result.returncode == code, lines[0]
+
+
 CONFIG = """
 [model]
 vocab_size = 64
@@ -95,7 +104,7 @@ class Job:
 
 
 def clean_environment() -> dict[str, str]:
-    launcher = (
+    launchers = (
         "RANK",
         "WORLD_SIZE",
         "LOCAL_RANK",
@@ -103,7 +112,13 @@ def clean_environment() -> dict[str, str]:
         "MASTER_ADDR",
         "MASTER_PORT",
     )
-    return {k: v for k, v in os.environ.items() if k not in launcher and k != "MTRAINING_FAULT"}
+    prefixes = ("OMPI_", "PMIX_", "SLURM_", "TORCHELASTIC_")
+    ours = ("MTRAINING_FAULT", "MTRAINING_RENDEZVOUS_TIMEOUT_S")
+    return {
+        k: v
+        for k, v in os.environ.items()
+        if k not in launchers and k not in ours and not k.startswith(prefixes)
+    }
 
 
 @pytest.fixture
