@@ -175,8 +175,8 @@ Start choose_start(const std::string& resume, const train::RunConfig& config, in
   const fs::path checkpoint = named_checkpoint(resume);
   Start start = start_from(checkpoint, config, steps, true);
   std::error_code ignored;
-  start.own_folder = fs::equivalent(checkpoint.parent_path(), out / "checkpoints", ignored);
-  MT_CHECK_ARG(start.own_folder || (!has_rows(out) && list.complete.empty()), "--out: ", config.out,
+  const bool own_folder = fs::equivalent(checkpoint.parent_path(), out / "checkpoints", ignored);
+  MT_CHECK_ARG(own_folder || (!has_rows(out) && list.complete.empty()), "--out: ", config.out,
                " holds another run than ", resume, "; give this one a folder of its own");
   return start;
 }

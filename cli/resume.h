@@ -22,7 +22,6 @@ struct Start {
   StartKind kind = StartKind::kAnew;
   std::string checkpoint;            ///< folder; kResume, kFinished
   int64_t steps_done = 0;            ///< of the checkpoint
-  bool own_folder = true;            ///< the checkpoint is of this run's folder
   std::vector<std::string> notices;  ///< sentences for the reader
 };
 

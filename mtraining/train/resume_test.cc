@@ -287,13 +287,14 @@ TEST(Resume, EvaluationsThatAStopCutShortAreMadeLater) {
   const TinyData data("resume_evaluation");
   RunConfig config = short_config(data);
   const SavedRun whole = run_in(config, data.folder() / "whole", 2, 2);
-  // All steps are done when the flag is set, so that only the end is left. The row was written without its held-out loss.
-  RunConfig five = config;
-  five.optim.schedule.total_steps = 6;
+  // Seen at the end of step 6, before the evaluations: its row is written without a held-out loss.
   const fs::path out = data.folder() / "run";
   const SavedRun stopped = run_in(config, out, 2, 2, {}, 5);
   EXPECT_TRUE(stopped.result.stopped);
-  const SavedRun rest = run_in(config, out, 2, 2, step_folder(out, 5));
+  EXPECT_TRUE(stopped.result.evaluations.empty());
+  const SavedRun rest = run_in(config, out, 2, 2, step_folder(out, stopped.result.steps_done));
+  EXPECT_EQ(rest.steps.size() + stopped.steps.size(), 6u);
+  EXPECT_EQ(rest.result.evaluations[0].loss, whole.result.evaluations[0].loss);
   EXPECT_FALSE(rest.result.stopped);
   EXPECT_EQ(rest.result.evaluations.size(), whole.result.evaluations.size());
   EXPECT_TRUE(read_checkpoint_info(step_folder(out, 6)).position.evaluated);

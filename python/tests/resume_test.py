@@ -99,8 +99,8 @@ def test_a_stopped_run_continues_with_the_same_command(job):
 
 
 def test_a_stop_within_a_long_step_drops_it_at_a_layer(job):
-    """Eight micro-steps of a larger model: the signal comes inside the second step."""
-    extra = ["--train.steps", "50", "--model.num_hidden_layers", "12", "--train.seq_len", "2048"]
+    """The signal comes at the beginning of the second step, which is one micro-step of a second or more."""
+    extra = ["--train.steps", "50", "--model.num_hidden_layers", "16", "--train.seq_len", "4096"]
     extra += [
         "--train.global_batch_size",
         "2",
