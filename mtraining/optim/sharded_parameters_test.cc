@@ -1,6 +1,7 @@
 #include "mtraining/optim/sharded_parameters.h"
 
 #include <ATen/ATen.h>
+#include <ATen/Parallel.h>
 #include <gtest/gtest.h>
 #include <torch/csrc/autograd/autograd.h>
 
@@ -69,6 +70,7 @@ struct Plan {
 std::vector<Outcome> run(const Plan& plan) {
   std::vector<Outcome> outcomes(plan.ranks);
   comm::run_loopback(plan.ranks, [&](comm::Transport& transport) {
+    at::set_num_threads(1);
     std::vector<int> all(plan.ranks);
     for (int r = 0; r < plan.ranks; ++r) all[r] = r;
     const auto group = transport.open("gradients", all);
@@ -169,6 +171,7 @@ TEST(ShardedParameters, ARankHoldsItsShareOfStateAndGradients) {
   const auto leaf = [](at::IntArrayRef shape) { return at::ones(shape).set_requires_grad(true); };
   for (const int ranks : {1, 2, 4, 8}) {
     comm::run_loopback(ranks, [&](comm::Transport& transport) {
+      at::set_num_threads(1);
       std::vector<int> all(ranks);
       for (int r = 0; r < ranks; ++r) all[r] = r;
       const auto group = transport.open("gradients", all);
@@ -192,6 +195,7 @@ TEST(ShardedParameters, ShardsCoverTheFlatVectorsOnceAndHoldTheParametersValues)
       std::map<int64_t, std::pair<int64_t, at::Tensor>> found;  // by begin
       at::Tensor flat;
       comm::run_loopback(ranks, [&](comm::Transport& transport) {
+        at::set_num_threads(1);
         std::vector<int> all(ranks);
         for (int r = 0; r < ranks; ++r) all[r] = r;
         const auto group = transport.open("gradients", all);
@@ -235,6 +239,7 @@ TEST(ShardedParameters, ShardsCoverTheFlatVectorsOnceAndHoldTheParametersValues)
 
 TEST(ShardedParameters, ABackwardThatIsGivenUpLeavesNothingInTheNextStep) {
   comm::run_loopback(2, [&](comm::Transport& transport) {
+    at::set_num_threads(1);
     const auto group = transport.open("gradients", {0, 1});
     at::Tensor a = at::ones({40}).set_requires_grad(true),
                b = at::ones({40}).set_requires_grad(true);
@@ -256,6 +261,7 @@ TEST(ShardedParameters, ABackwardThatIsGivenUpLeavesNothingInTheNextStep) {
 TEST(ShardedParameters, GradientsAreFreedAsTheyGoAndParametersOutliveTheirShare) {
   at::Tensor p = at::ones({6, 6}).set_requires_grad(true);
   comm::run_loopback(1, [&](comm::Transport& transport) {
+    at::set_num_threads(1);
     const auto group = transport.open("gradients", {0});
     {
       ShardedParameters share({{"p", p}}, *group);

@@ -4,7 +4,9 @@
 // Next: the trainer divides sums by the count of all ranks and micro-steps.
 //
 // Gradients of hidden and weight are made in the same pass as the loss (the upstream gradient of a sum is one number), so no
-// product is done twice. Memory: one chunk of logits, [chunk, vocab] float32, and a float32 gradient of the weight.
+// product is done twice. Memory: about three times a chunk of logits, [chunk, vocab] float32, the gradient of hidden, a float32
+// gradient of the weight, and for a bf16 weight its float32 copy. Chunks of another size change the last bits: the sum is of
+// double partial sums, the weight's gradient of float32 ones, and a matrix product's rows may round with their number.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -8,6 +8,7 @@
 
 #include "mtraining/base/check.h"
 #include "mtraining/data/batches.h"
+#include "mtraining/train/tensor_memory.h"
 
 namespace mtraining::train {
 namespace {
@@ -88,6 +89,45 @@ TEST(ChunkedLoss, BFloat16WeightsGetTheLossInFloat32) {
   const at::NoGradGuard no_grad;
   EXPECT_NEAR(chunked_loss(hidden, weight, labels, 64).sum.item<double>() / whole.item<double>(), 1,
               1e-6);
+}
+
+TEST(ChunkedLoss, NeverHoldsMoreThanAFewChunksOfLogits) {
+  at::manual_seed(4);
+  const int64_t tokens = 4096, vocab = 512, width = 16, chunk = 64;
+  const at::Tensor hidden = at::randn({tokens, width}).set_requires_grad(true);
+  const at::Tensor weight = at::randn({vocab, width}).set_requires_grad(true);
+  const at::Tensor labels = at::randint(vocab, {tokens}, at::kLong);
+  TensorMemory memory;
+  const TensorMemory::Scope scope(memory);
+  const SummedLoss loss = chunked_loss(hidden, weight, labels, chunk);
+  const int64_t gradients = 4 * (tokens * width + 2 * vocab * width);
+  const int64_t one_chunk = 4 * chunk * vocab, masks = 4 * tokens;
+  EXPECT_LT(memory.peak_bytes(), gradients + masks + 4 * one_chunk);
+  EXPECT_LT(memory.live_bytes(), gradients + one_chunk);  // between forward and backward
+  loss.sum.backward();
+  EXPECT_LT(memory.peak_bytes(), 2 * gradients + masks + 4 * one_chunk);
+  EXPECT_LT(2 * gradients + masks + 4 * one_chunk,
+            4 * tokens * vocab / 4);  // whole logits: far more
+}
+
+TEST(ChunkedLoss, ChunksChangeRoundingAloneAndTheSameChunkNothing) {
+  at::manual_seed(5);
+  const at::Tensor hidden = at::randn({1000, 24}), weight = at::randn({90, 24});
+  const at::Tensor labels = at::randint(90, {1000}, at::kLong);
+  const Gradients reference = run(hidden, weight, labels, 128);
+  const Gradients again = run(hidden, weight, labels, 128);
+  EXPECT_EQ(again.loss, reference.loss);
+  EXPECT_TRUE(at::equal(again.hidden, reference.hidden));
+  EXPECT_TRUE(at::equal(again.weight, reference.weight));
+  const auto off = [](const at::Tensor& a, const at::Tensor& b) {
+    return ((a - b).norm() / b.norm()).item<double>();
+  };
+  for (const int64_t chunk : {1, 64, 500, 5000}) {
+    const Gradients other = run(hidden, weight, labels, chunk);
+    EXPECT_NEAR(other.loss / reference.loss, 1, 2e-7) << chunk;
+    EXPECT_LT(off(other.hidden, reference.hidden), 1e-6) << chunk;
+    EXPECT_LT(off(other.weight, reference.weight), 1e-6) << chunk;
+  }
 }
 
 }  // namespace

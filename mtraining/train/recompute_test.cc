@@ -242,6 +242,26 @@ TEST(Recompute, PeakOfBackwardHoldsOneLayerNotAll) {
   });
 }
 
+TEST(Recompute, WhatASecondRunThrowsReachesTheCallerOfBackward) {
+  struct GivenUp {};
+  comm::run_loopback(1, [&](comm::Transport&) {
+    const model::DecoderConfig config = decoder_config({});
+    const model::Decoder decoder(config, model::init_parameters(config, 5));
+    int again = 0;
+    const TwiceAttend attend = {[](int64_t, const at::Tensor& q, const at::Tensor&,
+                                   const at::Tensor&, KeptAttention&) { return q; },
+                                [&](int64_t, const at::Tensor& q, const at::Tensor& k,
+                                    const at::Tensor& v, const KeptAttention&) {
+                                  if (++again == 2) throw GivenUp();
+                                  return q + (k.sum() + v.sum()) * 0;
+                                }};
+    const at::Tensor h = decoder.forward(at::zeros({1, 9}, at::kLong), at::arange(9, at::kLong),
+                                         recomputed_layers(decoder, Recompute::kLayer, attend));
+    EXPECT_THROW(torch::autograd::backward({h.sum()}, {}), GivenUp);
+    EXPECT_EQ(again, 2);
+  });
+}
+
 TEST(TensorMemory, SeesWhatIsMadeAndFreedByThisThreadAlone) {
   TensorMemory memory;
   const TensorMemory::Scope scope(memory);

@@ -6,7 +6,9 @@
 #include <cmath>
 #include <map>
 
+#include "mtraining/comm/c10d.h"
 #include "mtraining/model/mlp.h"
+#include "mtraining/testing/process_ranks.h"
 #include "mtraining/train/tiny_run.h"
 
 namespace mtraining::train {
@@ -91,6 +93,37 @@ TEST(Splits, Zero2EqualsTheUnshardedRunWithAStepSkippedOnAllRanksBecauseOfOne) {
   EXPECT_LT((sharded.weights - whole.weights).abs().max().item<double>(), 1e-6);
   EXPECT_TRUE(sharded.ranks_agree);
   EXPECT_TRUE(at::equal(offloaded.weights, sharded.weights));  // on the CPU the same memory
+}
+
+TEST(Splits, Zero2OverGlooGivesTheBitsOfLoopback) {
+  const auto run =
+      testing::run_processes(4, comm::free_port, [](const testing::RankProcess& process) {
+        const TinyData data("splits_gloo");  // a folder of each process, with the same tokens
+        RunConfig config = dense_config(data);
+        config.parallel.dp_size = 2;
+        config.parallel.zero = 2;
+        config.train.recompute = Recompute::kExceptAttention;
+        config.train.steps = 3;
+        const TinyResult loopback = run_tiny(config, 4, 2);
+        const auto transport = comm::make_c10d({.master_port = process.port,
+                                                .rank = process.rank,
+                                                .size = process.size,
+                                                .timeout = std::chrono::minutes(2)});
+        topology::LaunchEnvironment launch;
+        launch.world_size = 4;
+        launch.local_world_size = 2;
+        const ResolvedRun resolved = resolve(config, launch);
+        Trainer trainer(config, resolved, *transport);
+        for (int64_t step = 0; step < 3; ++step) {
+          const trace::StepMetrics m = trainer.step(step);
+          EXPECT_EQ(m.loss, loopback.steps[step].loss);
+          EXPECT_EQ(m.grad_norm, loopback.steps[step].grad_norm);
+        }
+        std::vector<at::Tensor> parts;
+        for (const auto& p : trainer.parameters()) parts.push_back(p.value.detach().reshape({-1}));
+        EXPECT_TRUE(at::equal(at::cat(parts), loopback.weights));
+      });
+  for (const auto& rank : run.ranks) EXPECT_EQ(rank.exit_code, 0) << rank.output;
 }
 
 TEST(Splits, RecomputeAndZero2TogetherAreBitwiseWhatTheyAreApart) {

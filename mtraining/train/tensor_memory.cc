@@ -1,6 +1,7 @@
 #include "mtraining/train/tensor_memory.h"
 
 #include <c10/core/Allocator.h>
+#include <sys/resource.h>
 
 #include <algorithm>
 #include <atomic>
@@ -38,5 +39,11 @@ void TensorMemory::reset_peak() { counter_->reset_peak(); }
 
 TensorMemory::Scope::Scope(TensorMemory& memory)
     : guard_(c10::DebugInfoKind::PROFILER_STATE, memory.counter_) {}
+
+int64_t peak_resident_bytes() {
+  rusage usage{};
+  getrusage(RUSAGE_SELF, &usage);
+  return usage.ru_maxrss * 1024;
+}
 
 }  // namespace mtraining::train

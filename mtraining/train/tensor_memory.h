@@ -38,4 +38,7 @@ class TensorMemory {
   std::shared_ptr<Counter> counter_;
 };
 
+/// Largest resident memory of this process since its start.
+int64_t peak_resident_bytes();
+
 }  // namespace mtraining::train
