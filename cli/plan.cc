@@ -277,7 +277,8 @@ sim::RunShape run_shape(const train::RunConfig& config, const train::ResolvedRun
           .prefetch_steps = config.attention.prefetch_steps,
           .layout = config.attention.layout,
           .stripe = config.attention.stripe,
-          .columns_once = config.attention.columns == attention::ColumnMode::kOnce,
+          .columns_once = config.attention.columns == attention::ColumnMode::kOnce &&
+                          config.attention.pattern != pattern::PatternKind::kDense,
           .element_bytes = element,
           .grad_element_bytes = static_cast<int64_t>(c10::elementSize(config.optim.grad_dtype)),
           .wire_element_bytes =
