@@ -24,13 +24,15 @@ Fault Fault::from_environment(int rank) {
       wanted = std::atoll(value.c_str());
     } else if (key == "step") {
       fault.step_ = std::atoll(value.c_str());
+    } else if (key == "skip") {
+      fault.skip_ = std::atoll(value.c_str());
     } else if (key == "at") {
       fault.place_ = value;
     } else if (key == "kind") {
       fault.kind_ = value;
     } else {
       throw InvalidArgument(
-          concat("MTRAINING_FAULT: expected rank, step, at or kind, got \"", key, "\""));
+          concat("MTRAINING_FAULT: expected rank, step, skip, at or kind, got \"", key, "\""));
     }
   }
   fault.rank_ = rank;
@@ -43,7 +45,7 @@ bool Fault::is_at(std::string_view place, int64_t train_step) const {
 }
 
 void Fault::strike(std::string_view place, int64_t train_step) const {
-  if (!is_at(place, train_step)) return;
+  if (!is_at(place, train_step) || skip_-- > 0) return;
   if (kind_ == "kill") ::raise(SIGKILL);
   if (kind_ == "exit") ::_exit(3);
   if (kind_ == "stop") ::raise(SIGTERM);

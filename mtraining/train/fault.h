@@ -16,7 +16,7 @@ class Fault {
   /// Errors: InvalidArgument on text that is not understood.
   static Fault from_environment(int rank);
   /// Errors: ExternalError where kind is "throw". kind "kill": SIGKILL to itself; "exit": leaves at once with status 3;
-  /// "stop": SIGTERM to itself; "hang": never returns. step=0 means every step.
+  /// "stop": SIGTERM to itself; "hang": never returns. step=0 means every step; skip=2 lets the first two times pass.
   void strike(std::string_view place, int64_t train_step) const;
   /// kind "nan" at "gradient": whether to poison.
   bool poisons(int64_t train_step) const;
@@ -25,6 +25,7 @@ class Fault {
  private:
   bool armed_ = false;
   int64_t step_ = 1;
+  mutable int64_t skip_ = 0;
   int rank_ = 0;
   std::string place_, kind_ = "throw";
 };

@@ -8,6 +8,7 @@
 #include <nlohmann/json.hpp>
 
 #include "mtraining/checkpoint/publication.h"
+#include "mtraining/checkpoint/scratch_folder.h"
 #include "mtraining/checkpoint/training_state.h"
 #include "mtraining/train/run_state.h"
 #include "mtraining/train/stop_poll.h"
@@ -103,6 +104,7 @@ void expect_same_steps(const SavedRun& whole, const SavedRun& resumed, size_t fi
 
 TEST(Resume, OnTheSameRanksIsBitwiseTheUninterruptedRun) {
   const TinyData data("resume_bitwise");
+  const checkpoint::ScratchFolder files(checkpoint::memory_folder());
   for (const auto& [ranks, per_node, zero, dtype] :
        std::vector<std::tuple<int, int, int, at::ScalarType>>{{1, 1, 0, at::kFloat},
                                                               {1, 1, 0, at::kBFloat16},
@@ -114,7 +116,7 @@ TEST(Resume, OnTheSameRanksIsBitwiseTheUninterruptedRun) {
     config.parallel.zero = zero;
     config.model.dtype = dtype;
     config.train.global_batch_size = 2;
-    const fs::path out = data.folder() / concat("run", ranks, zero, at::toString(dtype));
+    const fs::path out = files.path() / concat("run", ranks, zero, at::toString(dtype));
     // A skipped step before the checkpoint: counters go on too.
     ::setenv("MTRAINING_FAULT", "rank=0,step=2,at=gradient,kind=nan", 1);
     const SavedRun whole = run_in(config, out / "whole", ranks, per_node);
@@ -131,6 +133,7 @@ TEST(Resume, OnTheSameRanksIsBitwiseTheUninterruptedRun) {
 
 TEST(Resume, OnAnotherSplitContinuesTheCurve) {
   const TinyData data("resume_splits");
+  const checkpoint::ScratchFolder files(checkpoint::memory_folder());
   RunConfig config = short_config(data);
   config.attention.pattern = pattern::PatternKind::kDense;
   config.attention.ring = ring::RingKind::kFlat;
@@ -139,7 +142,7 @@ TEST(Resume, OnAnotherSplitContinuesTheCurve) {
     int ranks, dp_size, zero;
   };
   const std::vector<Split> splits = {{1, 1, 0}, {4, 4, 0}, {4, 2, 2}, {3, 1, 2}, {2, 2, 0}};
-  const SavedRun whole = run_in(config, data.folder() / "whole", 1, 1);
+  const SavedRun whole = run_in(config, files.path() / "whole", 1, 1);
   for (const Split& writer : splits) {
     RunConfig writing = config;
     writing.parallel.dp_size = writer.dp_size;
@@ -147,21 +150,21 @@ TEST(Resume, OnAnotherSplitContinuesTheCurve) {
     writing.train.steps = 3;
     writing.eval.also_p.clear();
     writing.optim.schedule.kind = optim::ScheduleKind::kConstant;
-    const fs::path out = data.folder() / concat("w", writer.ranks, writer.dp_size, writer.zero);
+    const fs::path out = files.path() / concat("w", writer.ranks, writer.dp_size, writer.zero);
     run_in(writing, out, writer.ranks, writer.ranks);
   }
   // Which ranks wrote it and which read it makes no difference but rounding: each remaining sample is taken once.
   RunConfig constant = config;
   constant.optim.schedule.kind = optim::ScheduleKind::kConstant;
-  const SavedRun reference = run_in(constant, data.folder() / "constant", 1, 1);
+  const SavedRun reference = run_in(constant, files.path() / "constant", 1, 1);
   for (size_t i = 0; i < splits.size(); ++i) {
     const Split& writer = splits[i];
     const Split& reader = splits[(i + 1) % splits.size()];
     RunConfig reading = constant;
     reading.parallel.dp_size = reader.dp_size;
     reading.parallel.zero = reader.zero;
-    const fs::path from = data.folder() / concat("w", writer.ranks, writer.dp_size, writer.zero);
-    const SavedRun resumed = run_in(reading, data.folder() / concat("r", i), reader.ranks,
+    const fs::path from = files.path() / concat("w", writer.ranks, writer.dp_size, writer.zero);
+    const SavedRun resumed = run_in(reading, files.path() / concat("r", i), reader.ranks,
                                     reader.ranks, step_folder(from, 3));
     ASSERT_EQ(resumed.steps.size(), 3u);
     for (size_t s = 0; s < 3; ++s) {
@@ -175,6 +178,7 @@ TEST(Resume, OnAnotherSplitContinuesTheCurve) {
 
 TEST(Resume, AStoppedAccumulationKeepsItsFinishedMicroSteps) {
   const TinyData data("resume_accumulation");
+  const checkpoint::ScratchFolder files(checkpoint::memory_folder());
   RunConfig config = short_config(data);
   config.attention.pattern = pattern::PatternKind::kDense;
   config.attention.ring = ring::RingKind::kFlat;
@@ -187,7 +191,7 @@ TEST(Resume, AStoppedAccumulationKeepsItsFinishedMicroSteps) {
     SCOPED_TRACE(concat(ranks, " ranks, zero ", zero));
     config.parallel.dp_size = dp;
     config.parallel.zero = zero;
-    const fs::path out = data.folder() / concat(ranks, zero);
+    const fs::path out = files.path() / concat(ranks, zero);
     const SavedRun whole = run_in(config, out / "whole", ranks, ranks);
     const SavedRun stopped = run_in(config, out / "stopped", ranks, ranks, {}, 2);
     EXPECT_TRUE(stopped.result.stopped);
@@ -219,26 +223,28 @@ TEST(Resume, AStoppedAccumulationKeepsItsFinishedMicroSteps) {
 
 TEST(Resume, WithoutSaveAccumulationAStoppedStepIsDropped) {
   const TinyData data("resume_dropped");
+  const checkpoint::ScratchFolder files(checkpoint::memory_folder());
   RunConfig config = short_config(data);
   config.train.global_batch_size = 4;
   config.checkpoint.every = 0;
-  const SavedRun whole = run_in(config, data.folder() / "whole", 2, 2);
-  const SavedRun stopped = run_in(config, data.folder() / "run", 2, 2, {}, 4);
+  const SavedRun whole = run_in(config, files.path() / "whole", 2, 2);
+  const SavedRun stopped = run_in(config, files.path() / "run", 2, 2, {}, 4);
   EXPECT_TRUE(stopped.result.stopped);
-  const fs::path checkpoint = step_folder(data.folder() / "run", 4);
+  const fs::path checkpoint = step_folder(files.path() / "run", 4);
   EXPECT_EQ(read_checkpoint_info(checkpoint).position.kept_samples, 0);
-  const SavedRun resumed = run_in(config, data.folder() / "run", 2, 2, checkpoint);
+  const SavedRun resumed = run_in(config, files.path() / "run", 2, 2, checkpoint);
   expect_same_steps(whole, resumed, 4);
   EXPECT_TRUE(at::equal(whole.weights, resumed.weights));
-  const auto rows = rows_of(data.folder() / "run");
+  const auto rows = rows_of(files.path() / "run");
   ASSERT_EQ(rows.size(), 6u);
   for (size_t i = 0; i < rows.size(); ++i) EXPECT_EQ(rows[i]["train_step"], i + 1);
 }
 
 TEST(Resume, RowsBeyondTheCheckpointAndATornLineGo) {
   const TinyData data("resume_rows");
+  const checkpoint::ScratchFolder files(checkpoint::memory_folder());
   RunConfig config = short_config(data);
-  const fs::path out = data.folder() / "run";
+  const fs::path out = files.path() / "run";
   run_in(config, out, 1, 1);
   const auto before = rows_of(out);
   std::ofstream(out / "metrics.jsonl", std::ios::app) << "{\"train_step\": 7, \"lo";
@@ -250,11 +256,12 @@ TEST(Resume, RowsBeyondTheCheckpointAndATornLineGo) {
 
 TEST(Resume, OnlyTheLastCheckpointsStay) {
   const TinyData data("resume_keep");
+  const checkpoint::ScratchFolder files(checkpoint::memory_folder());
   RunConfig config = short_config(data);
   config.checkpoint.every = 1;
   for (const int64_t keep : {1, 2, 4, 0}) {
     config.checkpoint.keep = keep;
-    const fs::path out = data.folder() / concat("keep", keep);
+    const fs::path out = files.path() / concat("keep", keep);
     run_in(config, out, 2, 2);
     const auto list = checkpoint::list_checkpoints(out / "checkpoints");
     ASSERT_EQ(list.complete.size(), keep == 0 ? 6u : static_cast<size_t>(keep));
@@ -265,10 +272,11 @@ TEST(Resume, OnlyTheLastCheckpointsStay) {
 
 TEST(Resume, TheCheckpointHoldsFloat32MastersOfABFloat16Model) {
   const TinyData data("resume_master");
+  const checkpoint::ScratchFolder files(checkpoint::memory_folder());
   RunConfig config = short_config(data);
   config.model.dtype = at::kBFloat16;
   config.optim.schedule = {.lr = 1e-5};  // lost in bf16, kept in the master
-  const fs::path out = data.folder() / "run";
+  const fs::path out = files.path() / "run";
   run_in(config, out, 2, 2);
   checkpoint::TrainingState state(step_folder(out, 6) / "training_state");
   const std::string name = "model.layers.0.mlp.up_proj.weight";
@@ -285,10 +293,11 @@ TEST(Resume, TheCheckpointHoldsFloat32MastersOfABFloat16Model) {
 
 TEST(Resume, EvaluationsThatAStopCutShortAreMadeLater) {
   const TinyData data("resume_evaluation");
+  const checkpoint::ScratchFolder files(checkpoint::memory_folder());
   RunConfig config = short_config(data);
-  const SavedRun whole = run_in(config, data.folder() / "whole", 2, 2);
+  const SavedRun whole = run_in(config, files.path() / "whole", 2, 2);
   // Seen at the end of step 6, before the evaluations: its row is written without a held-out loss.
-  const fs::path out = data.folder() / "run";
+  const fs::path out = files.path() / "run";
   const SavedRun stopped = run_in(config, out, 2, 2, {}, 5);
   EXPECT_TRUE(stopped.result.stopped);
   EXPECT_TRUE(stopped.result.evaluations.empty());
@@ -299,22 +308,23 @@ TEST(Resume, EvaluationsThatAStopCutShortAreMadeLater) {
   EXPECT_EQ(rest.result.evaluations.size(), whole.result.evaluations.size());
   EXPECT_TRUE(read_checkpoint_info(step_folder(out, 6)).position.evaluated);
   // A finished one that is opened again has nothing to do, and says the same.
-  const SavedRun again = run_in(config, data.folder() / "again", 2, 2, step_folder(out, 6));
+  const SavedRun again = run_in(config, files.path() / "again", 2, 2, step_folder(out, 6));
   EXPECT_TRUE(again.steps.empty());
   EXPECT_FALSE(again.result.stopped);
 }
 
 TEST(Resume, ADamagedOrForeignStateIsNamed) {
   const TinyData data("resume_damage");
+  const checkpoint::ScratchFolder files(checkpoint::memory_folder());
   RunConfig config = short_config(data);
-  const fs::path out = data.folder() / "run";
+  const fs::path out = files.path() / "run";
   run_in(config, out, 1, 1);
   const fs::path folder = step_folder(out, 3);
   RunConfig wider = config;
   wider.model.intermediate_size = 64;
   const auto error_of = [&](const RunConfig& c) -> std::string {
     try {
-      run_in(c, data.folder() / "x", 1, 1, folder);
+      run_in(c, files.path() / "x", 1, 1, folder);
     } catch (const InvalidArgument& error) {
       return error.what();
     }
@@ -353,6 +363,25 @@ TEST(StopPoll, AllRanksLearnOfAStopAtTheSameBoundary) {
       });
       for (const int64_t at : seen) EXPECT_EQ(at, asked_at + 1) << ranks;
     }
+  }
+}
+
+TEST(StopPoll, ARankThatFailsWithAPollUnderWayIsTheCause) {
+  try {
+    comm::run_loopback(3, [](comm::Transport& transport) {
+      StopPoll poll(transport);
+      const auto group = transport.open_host("elsewhere", {0, 1, 2});
+      const std::atomic<bool> stop{false};
+      poll.watch(&stop, 100);
+      if (transport.rank() == 1) {
+        poll.boundary();
+        throw ExternalError("the cause");
+      }
+      group->barrier();
+    });
+    FAIL() << "nothing was thrown";
+  } catch (const ExternalError& error) {
+    EXPECT_STREQ(error.what(), "the cause");
   }
 }
 

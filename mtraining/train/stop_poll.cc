@@ -6,13 +6,19 @@
 
 namespace mtraining::train {
 
-StopPoll::StopPoll(comm::Transport& transport) {
+StopPoll::StopPoll(comm::Transport& transport) : value_(std::make_unique<int64_t>(0)) {
   std::vector<int> ranks(transport.size());
   std::iota(ranks.begin(), ranks.end(), 0);
   group_ = transport.open_host("stop", ranks);
 }
 
 StopPoll::~StopPoll() {
+  if (std::uncaught_exceptions() > 0) {
+    // The others may be waiting for this rank elsewhere: nobody waits for them here, and the number outlives the reduction.
+    static_cast<void>(value_.release());
+    static_cast<void>(pending_.release());
+    return;
+  }
   try {
     finish();
   } catch (const std::exception&) {  // the others are gone: nobody will stop together any more
@@ -39,8 +45,8 @@ StopLevel StopPoll::boundary() {
   if (++boundaries_ >= interval_) {
     boundaries_ = 0;
     finish();
-    value_ = static_cast<int64_t>(here());
-    pending_ = group_->all_reduce({&value_, sizeof(value_)}, comm::ElementType::kInt64,
+    *value_ = static_cast<int64_t>(here());
+    pending_ = group_->all_reduce({value_.get(), sizeof(int64_t)}, comm::ElementType::kInt64,
                                   comm::ReduceOp::kMax);
   }
   return static_cast<StopLevel>(agreed_);
@@ -57,7 +63,7 @@ void StopPoll::finish() {
   if (!pending_) return;
   pending_->wait();
   pending_ = nullptr;
-  agreed_ = std::max(agreed_, value_);
+  agreed_ = std::max(agreed_, *value_);
 }
 
 }  // namespace mtraining::train

@@ -12,6 +12,7 @@
 #include <chrono>
 #include <cstdint>
 #include <exception>
+#include <memory>
 
 #include "mtraining/comm/transport.h"
 
@@ -58,7 +59,8 @@ class StopPoll {
   std::chrono::steady_clock::time_point seen_{};
   bool was_seen_ = false;
   int64_t interval_ = 1, boundaries_ = 0, in_step_ = 0;
-  int64_t value_ = 0, agreed_ = 0;
+  int64_t agreed_ = 0;
+  std::unique_ptr<int64_t> value_;  ///< what the reduction under way reads and writes
   comm::WorkPtr pending_;
 };
 
