@@ -49,11 +49,9 @@ void check_types(const BackwardParams& p) {
 void check_params(const BackwardParams& p) {
   check_types(p);
   check_sizes(p);
-  MT_CHECK_SUPPORTED(reinterpret_cast<uintptr_t>(p.dq.data) % 8 == 0 &&
-                         p.dq.stride_batch % 2 == 0 && p.dq.stride_token % 2 == 0 &&
-                         p.dq.stride_head % 2 == 0,
-                     "dq: expected 8-byte aligned memory and even strides, got strides ",
-                     p.dq.stride_batch, ", ", p.dq.stride_token, ", ", p.dq.stride_head);
+  MT_CHECK_SUPPORTED(p.batch < 32768 && p.num_q_heads < 65536,
+                     "sm90 backward: expected a batch below 32768 and fewer than 65536 heads, got ",
+                     p.batch, " and ", p.num_q_heads);
   for (int s = 0; s < p.num_sources; ++s) {
     const KeySource& source = p.sources[s];
     for (const View& view : {source.dk, source.dv}) {
@@ -144,11 +142,7 @@ void backward_range(const BackwardParams& p, const Workspace& w, int first, int 
   args.q = tensor_map("q", p.q, p.dtype, p.head_dim, p.num_queries, p.num_q_heads, p.batch);
   args.dout =
       tensor_map("dout", p.dout, p.dtype, p.head_dim, p.num_queries, p.num_q_heads, p.batch);
-  args.dq_map = gradient_map("dq", p.dq, p.head_dim, p.num_queries, p.num_q_heads, p.batch);
-  args.dq = static_cast<float*>(p.dq.data);
-  args.dq_stride_batch = p.dq.stride_batch;
-  args.dq_stride_token = p.dq.stride_token;
-  args.dq_stride_head = p.dq.stride_head;
+  args.dq = gradient_map("dq", p.dq, p.head_dim, p.num_queries, p.num_q_heads, p.batch);
   args.num_sources = last - first;
   args.num_heads = static_cast<int32_t>(p.num_q_heads);
   args.heads_per_kv_head = static_cast<int32_t>(p.num_q_heads / p.num_kv_heads);
@@ -208,6 +202,11 @@ void backward_range(const BackwardParams& p, const Workspace& w, int first, int 
   prepare(p, w);
   fill_sources(p, first, last, memory + w.gathered, args.next_item, args.sources, &args.gathered_k,
                &args.gathered_v);
+  if (column_items > 0 && chunks > 1) {
+    check_cuda(cudaMemsetAsync(args.gathered_dk, 0, w.bytes - w.gathered_dk,
+                               static_cast<cudaStream_t>(p.stream)),
+               "clearing the gradients of columns");
+  }
   check_cuda(
       launcher(p.dtype, p.head_dim)(args, true, num_sms, static_cast<cudaStream_t>(p.stream)),
       "launching");

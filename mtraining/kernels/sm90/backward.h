@@ -7,7 +7,7 @@
 // deterministic: dq is computed by a launch of its own, query by query, and the result is bitwise the same whatever else runs; else parts
 // of dq are added as they come. dk and dv are always summed in one order.
 // Memory: q, k, v, dout: 16-byte aligned, byte strides multiples of 16 (0 for an expanded batch or head; tokens expanded with stride 0
-// are Unsupported); dq, dk, dv: 8-byte aligned, even strides. CSR lists need their
+// are Unsupported); dq: 16-byte aligned, strides multiples of 4; dk, dv: 8-byte aligned, even strides. CSR lists need their
 // transpose (key_row_begin, query_blocks). Columns need position_stride 1.
 // Workspace: statistics of rows, gathered columns and their gradients; contents need not survive between launches.
 // Stream: enqueues on params.stream, allocates nothing, never synchronises. Errors: InvalidArgument, Unsupported, ExternalError

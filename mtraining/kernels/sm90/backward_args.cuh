@@ -22,12 +22,10 @@ struct GradientArgs {
 
 struct BackwardArgs {
   CUtensorMap q, dout;
-  CUtensorMap dq_map;
+  CUtensorMap dq;                      // [32 of D, tokens, D / 32, heads, batch] float32
   CUtensorMap gathered_k, gathered_v;  // [64 of D, batch * heads * gathered_rows, D / 64, 1, 1]
   SourceArgs sources[kMaxSources];
   GradientArgs gradients[kMaxSources];
-  float* dq;
-  int64_t dq_stride_batch, dq_stride_token, dq_stride_head;
   int32_t num_sources;
   int32_t num_heads, heads_per_kv_head, num_kv_heads;
   int32_t num_rows;  // batch * heads

@@ -30,8 +30,16 @@ struct KeyConsumer {
 
   /// A stage whose part of dq is still to be computed.
   struct Due {
-    int32_t q_block = 0, row = -1;  // -1: none
+    int32_t q_block = 0, row = -1;  // row: head and batch << 16; -1: none
   };
+  Due stashed;  // whose part of dq is in shared memory
+
+  /// Where it is needed: hoisted out of the loop, such addresses would take the registers.
+  static __device__ __forceinline__ uint32_t exclusive_or(uint32_t a, uint32_t b) {
+    uint32_t c;
+    asm volatile("xor.b32 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
+    return c;
+  }
 
   __device__ __forceinline__ void arrive(uint32_t barrier) const {
     __syncwarp();
@@ -74,9 +82,9 @@ struct KeyConsumer {
       if ((bits >> (first + 8 * r) & 1) == 0) position[r] = INT_MAX;
     }
     const bool documents = (flags & kMaskEach) != 0 && args.document_start != nullptr;
-    const int32_t* starts =
-        args.document_start +
-        static_cast<int32_t>(note.w) / args.num_heads * args.document_stride_batch + q_block * 64;
+    const int32_t* starts = args.document_start +
+                            static_cast<int32_t>(note.w >> 16) * args.document_stride_batch +
+                            q_block * 64;
 #pragma unroll
     for (int c = 0; c < 16; ++c) {
       const int j = c / 2, e = c % 2;
@@ -91,14 +99,19 @@ struct KeyConsumer {
     }
   }
 
-  __device__ __forceinline__ void probabilities(float (&s)[32], uint32_t statistics) const {
+  /// Of this thread's 16 queries: the first or second half of a stage's statistics.
+  __device__ __forceinline__ void load_statistics(float2 (&of)[8], uint32_t statistics) const {
+#pragma unroll
+    for (int j = 0; j < 8; ++j) of[j] = load_shared_f2(statistics + (8 * j + 2 * (lane & 3)) * 4);
+  }
+
+  __device__ __forceinline__ void probabilities(float (&s)[32], const float2 (&lse)[8]) const {
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
-      const float2 lse = load_shared_f2(statistics + (8 * j + 2 * (lane & 3)) * 4);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         float& x = s[4 * j + i];
-        x = exp2_approx(fmaf(x, args.scale_log2, i % 2 == 0 ? lse.x : lse.y));
+        x = exp2_approx(fmaf(x, args.scale_log2, i % 2 == 0 ? lse[j].x : lse[j].y));
       }
     }
   }
@@ -110,14 +123,13 @@ struct KeyConsumer {
 
   /// dp = p (dp - delta), times softmax_scale unless that comes last.
   __device__ __forceinline__ void score_gradients(float (&dp)[32], const float (&p)[32],
-                                                  uint32_t statistics) const {
+                                                  const float2 (&delta)[8]) const {
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
-      const float2 delta = load_shared_f2(statistics + (64 + 8 * j + 2 * (lane & 3)) * 4);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         float& x = dp[4 * j + i];
-        x = p[4 * j + i] * fmaf(x, early_scale(), i % 2 == 0 ? delta.x : delta.y);
+        x = p[4 * j + i] * fmaf(x, early_scale(), i % 2 == 0 ? delta[j].x : delta[j].y);
       }
     }
   }
@@ -152,9 +164,10 @@ struct KeyConsumer {
   /// dS^T as [64 keys][64 queries], 128-byte swizzle.
   __device__ __forceinline__ void store_scores(const uint32_t (&ds)[4][4], uint32_t buffer) const {
     const int key = 16 * warp + lane / 8 % 2 * 8 + lane % 8;
-    const uint32_t tile = Shape::scores(base, buffer, kGroup) + key * 128;
+    const uint32_t at =
+        Shape::scores(base, buffer, kGroup) + key * 128 + (lane / 16 ^ key % 8) * 16;
 #pragma unroll
-    for (int c = 0; c < 4; ++c) stmatrix_x4(tile + ((2 * c + lane / 16) ^ key % 8) * 16, ds[c]);
+    for (int c = 0; c < 4; ++c) stmatrix_x4(exclusive_or(at, c * 32), ds[c]);
   }
 
   __device__ __forceinline__ void clear_scores(uint32_t buffer) const {
@@ -181,23 +194,40 @@ struct KeyConsumer {
     wgmma_commit();
   }
 
-  /// Gives back the buffer of the stage before and adds this group's half of its part of dq.
-  __device__ __forceinline__ void add_queries(const float (&dq)[kHalf / 2], const Due& due) const {
+  /// Gives back the buffer of the stage before and leaves this group's half of its part of dq in shared memory, each warp its 16
+  /// rows; send() adds it once the writes are ordered before the copy.
+  __device__ __forceinline__ void stash(const float (&dq)[kHalf / 2], const Due& due) {
     if (due.row < 0) return;
     arrive(Shape::scores_empty(base, (step - 1) & 1));
-    const int64_t batch = due.row / args.num_heads, head = due.row % args.num_heads;
+    if (lane == 0) bulk_wait_read<0>();
+    __syncwarp();
+    // Row lane / 4 (and 8 below), chunk 2 (j % 4) + (lane & 3) / 2 of 16 bytes, swizzled by the row.
+    const uint32_t at = Shape::part(base, kGroup, warp) + lane / 4 * 128 +
+                        (((lane & 3) / 2) ^ lane / 4) * 16 + (lane & 1) * 8;
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int token = due.q_block * 64 + 16 * warp + lane / 4 + 8 * r;
-      if (token >= args.num_queries) continue;
-      float* at = args.dq + batch * args.dq_stride_batch + token * args.dq_stride_token +
-                  head * args.dq_stride_head + kGroup * kHalf + 2 * (lane & 3);
+    for (int j = 0; j < 4; ++j) {
+      const uint32_t chunk = exclusive_or(at, j * 32);
 #pragma unroll
-      for (int j = 0; j < kHalf / 8; ++j) {
-        reduce_add_f2(at + 8 * j, dq[4 * j + 2 * r] * late_scale(),
-                      dq[4 * j + 2 * r + 1] * late_scale());
+      for (int i = j; i < kHalf / 8; i += 4) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          store_shared_f2(chunk + i / 4 * 2048 + r * 1024, dq[4 * i + 2 * r] * late_scale(),
+                          dq[4 * i + 2 * r + 1] * late_scale());
+        }
       }
     }
+    stashed = due;
+  }
+
+  /// After fence_async_shared() of all lanes and __syncwarp().
+  __device__ __forceinline__ void send() {
+    if (stashed.row >= 0 && lane == 0) {
+      tensor_reduce_add_5d(&args.dq, Shape::part(base, kGroup, warp), 0,
+                           stashed.q_block * 64 + 16 * warp, kGroup * (kD / 64),
+                           stashed.row & 0xffff, stashed.row >> 16);
+      bulk_commit();
+    }
+    stashed.row = -1;
   }
 
   /// Waits until both groups have written the score gradients of the stage before.
@@ -207,7 +237,7 @@ struct KeyConsumer {
   }
 
   /// The part of dq that is due, with nothing else in flight.
-  __device__ __forceinline__ void finish(const Due& due) const {
+  __device__ __forceinline__ void finish(const Due& due) {
     if (due.row < 0) return;
     float dq[kHalf / 2];
     wait_for_scores(due);
@@ -215,7 +245,10 @@ struct KeyConsumer {
     issue_queries(dq, (step - 1) & 1);
     wgmma_wait<0>();
     pin(dq);
-    add_queries(dq, due);
+    stash(dq, due);
+    fence_async_shared();
+    __syncwarp();
+    send();
   }
 
   // ---- stages ----
@@ -243,6 +276,7 @@ struct KeyConsumer {
         clear_scores(step & 1);
         fence_async_shared();
         arrive(Shape::scores_full(base, step & 1));
+        send();
         finish(due);
         ++step;
       }
@@ -261,19 +295,22 @@ struct KeyConsumer {
     for (;;) {  // scores on their way into s
       const uint32_t statistics = Shape::statistics(base, ring.slot);
       float dp[32], dq[kHalf / 2];
+      float2 lse[8], delta[8];
+      load_statistics(lse, statistics);
       wgmma_fence();
       issue_scores(dp, Shape::values(base, kGroup), Shape::dout(base, ring.slot));
       wgmma_wait<1>();
       pin(s);
       const bool masked = (flags & (kMaskBits | kMaskEach)) != 0;
       if (masked) mask(s, flags);
-      probabilities(s, statistics);
+      probabilities(s, lse);
       wgmma_wait<0>();
       pin(dp);
       if (masked) {
         masked_score_gradients(dp, s, statistics);
       } else {
-        score_gradients(dp, s, statistics);
+        load_statistics(delta, statistics + 256);
+        score_gradients(dp, s, delta);
       }
       uint32_t rounded[4][4], gradients[4][4];
       round(rounded, s);
@@ -289,6 +326,7 @@ struct KeyConsumer {
       if constexpr (kWithQueries) {
         fence_async_shared();
         arrive(Shape::scores_full(base, step & 1));
+        send();
         // Where nothing is due, a product of whatever is there, added to nothing: the products in flight are then always the same.
         wait_for_scores(due);
         wgmma_fence();
@@ -305,7 +343,7 @@ struct KeyConsumer {
         if constexpr (kWithQueries) {
           wgmma_wait<0>();
           pin(dq);
-          add_queries(dq, due);
+          stash(dq, due);
           ++step;
         }
         due = left;
@@ -317,7 +355,7 @@ struct KeyConsumer {
         wgmma_wait<0>();
         pin(dq);
         pin(s);
-        add_queries(dq, due);
+        stash(dq, due);
         ++step;
       }
       due = left;
@@ -387,7 +425,12 @@ struct KeyConsumer {
       }
       arrive(Shape::empty(base, ring.slot));
       ring.advance();
-      if constexpr (kWithQueries) finish(due);
+      if constexpr (kWithQueries) {
+        fence_async_shared();
+        __syncwarp();
+        send();
+        finish(due);
+      }
       const uint4 item = load_shared_v4(Shape::item(base));
       arrive(Shape::keys_empty(base));
       const bool whole =

@@ -17,7 +17,8 @@ __global__ void __launch_bounds__(BackwardShape<kD, kWithQueries>::kThreads, 1)
   extern __shared__ __align__(1024) char memory[];
   const uint32_t base = shared_address(memory);
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
-  const int lane = threadIdx.x % 32;
+  int lane;  // opaque: the compiler would read the thread's index again at every use
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
   if (threadIdx.x == 0) {
     constexpr int kConsumers = Shape::kConsumerWarps * kArrivals;
     for (int s = 0; s < Shape::kStages; ++s) {

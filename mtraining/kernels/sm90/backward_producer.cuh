@@ -65,11 +65,12 @@ struct KeyProducer {
     mbarrier_wait(Shape::empty(base, ring.slot), ring.parity ^ 1);
     if (lane == 0) {
       const uint32_t note = Shape::note(base, ring.slot);
-      store_shared_v4(note, flags, static_cast<uint32_t>(q_start & INT_MAX), q_block, row);
+      const int head = row % args.num_heads, batch = row / args.num_heads;
+      store_shared_v4(note, flags, static_cast<uint32_t>(q_start & INT_MAX), q_block,
+                      head | batch << 16);
       store_shared_v4(note + 16, static_cast<uint32_t>(bits_0), static_cast<uint32_t>(bits_0 >> 32),
                       static_cast<uint32_t>(bits_1), static_cast<uint32_t>(bits_1 >> 32));
       const uint32_t barrier = destination(full, cleans);
-      const int head = row % args.num_heads, batch = row / args.num_heads;
       mbarrier_arrive_expect(barrier, 2 * Shape::kTileBytes + Shape::kStatisticsBytes);
       tensor_load_5d(tile, &args.q, barrier, read_again, 0, q_block * 64, 0,
                      head * args.q_head_step, batch * args.q_batch_step);

@@ -14,14 +14,19 @@ template <int kD, bool kWithQueries>
 struct BackwardShape {
   static constexpr int kGroups = 2;               // consumer warpgroups, 64 keys each
   static constexpr int kTileBytes = 64 * kD * 2;  // [D / 64][64 rows][64 of D], 128-byte swizzle
-  static constexpr int kStages = 4 * 128 / kD;
-  static constexpr int kScoreBytes = 64 * 64 * 2;  // dS^T of a group: [64 keys][64 queries]
+  static constexpr int kStages = (kWithQueries ? 3 : 4) * 128 / kD;
+  static constexpr int kPartBytes = kD / 64 * 16 * 128;  // dq of a warp: [D / 64][16 rows][32 of D]
+  static constexpr int kScoreBytes = 64 * 64 * 2;        // dS^T of a group: [64 keys][64 queries]
   static constexpr int kStatisticsBytes = 2 * 64 * 4;
   static constexpr int kNoteBytes = 32;
 
   static constexpr int kQueries = 2 * kGroups * kTileBytes;
   static constexpr int kScores = kQueries + kStages * 2 * kTileBytes;
-  static constexpr int kStatistics = kScores + (kWithQueries ? 2 * kGroups * kScoreBytes : 0);
+  static constexpr int kParts = kScores + (kWithQueries ? 2 * kGroups * kScoreBytes : 0);
+  static constexpr int kStatistics = kParts + (kWithQueries ? 8 * kPartBytes : 0);
+  static __device__ __forceinline__ uint32_t part(uint32_t base, uint32_t group, uint32_t warp) {
+    return base + kParts + (group * 4 + warp) * kPartBytes;
+  }
   static constexpr int kNotes = kStatistics + kStages * kStatisticsBytes;
   static constexpr int kPositions = kNotes + kStages * kNoteBytes;
   static constexpr int kItem = kPositions + kGroups * 64 * 4;
@@ -84,7 +89,7 @@ struct BackwardShape {
 
 // An item's note: {kind and source << 8, row or (sample, kv head), first key row or column, keys that exist from there on}.
 inline constexpr uint32_t kItemBlocks = 0, kItemColumns = 1, kItemEnd = 2;
-// A stage's note: {flags of group 0 | flags of group 1 << 8, position of the first query, query block, row},
+// A stage's note: {flags of group 0 | flags of group 1 << 8, position of the first query, query block, head | batch << 16},
 // {bits of keys that count: group 0, group 1}. Flags as in the forward's notes.
 inline constexpr int kGroupFlags = 8;
 
