@@ -55,6 +55,7 @@ mtraining VERB --help tells more.
 
 examples:
   mtraining train --config recipes/quickstart.toml --nproc 4     (after ./dev quickstart, which makes its data)
+  mtraining plan --config recipes/qwen2.5-3b-512k.toml --topology 4x8
   mtraining simulate --topology 4x8 --t-comp-ms .51 --t-intra-ms .13 --t-inter-ms .98 --t-index-ms 1.13 --t-cpu-ms 2.08
 )";
 
