@@ -44,6 +44,31 @@ std::string error_of(int ranks, const std::function<void(comm::Transport&)>& bod
 
 #define EXPECT_TEXT(text, part) EXPECT_NE((text).find(part), std::string::npos) << (text)
 
+TEST(RingAttention, SingleBlocksOnEveryLayoutAndRingAreTheOracle) {
+  for (const Documents documents : {Documents::kOne, Documents::kMidBlock}) {
+    for (const int64_t seq_len : {90, 700}) {
+      const RingProblem problem({.batch = 2,
+                                 .seq_len = seq_len,
+                                 .num_q_heads = 4,
+                                 .num_kv_heads = 2,
+                                 .documents = documents,
+                                 .choice = Choice::kBlocks});
+      for (const auto& [kind, stripe] :
+           {std::pair<LayoutKind, int64_t>{LayoutKind::kContiguous, 64},
+            {LayoutKind::kZigzag, 64},
+            {LayoutKind::kBlockStriped, 64},
+            {LayoutKind::kBlockStriped, 128}}) {
+        for (const auto& [nodes, ranks] : {std::pair{1, 1}, {1, 3}, {2, 2}}) {
+          RingOptions options = ring_options(nodes, ranks, kind, stripe, seq_len);
+          options.ring = nodes > 1 ? kHierarchical : kFlat;
+          EXPECT_EQ(compare_with_truth(run_ring(problem, options), problem).fault, "")
+              << testing::to_string(options) << " N " << seq_len;
+        }
+      }
+    }
+  }
+}
+
 TEST(RingAttention, AStaleOrSwappedShardWouldShow) {
   // Keys and values grow with their block, so a shard taken for another one is far off.
   for (int cp_size : {4, 8}) {

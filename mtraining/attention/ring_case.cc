@@ -131,6 +131,8 @@ RingProblem::RingProblem(const ProblemOptions& options) : options_(options) {
       case Choice::kEmpty:
         if (head != 0) diagonals = {0};
         break;
+      case Choice::kBlocks:
+        break;
       case Choice::kMany:
         diagonals = {0};
         columns = chosen(random, o.seq_len, 0.7);
@@ -144,9 +146,29 @@ RingProblem::RingProblem(const ProblemOptions& options) : options_(options) {
   index_ = index::make_index(static_cast<int>(o.batch), static_cast<int>(o.num_q_heads), o.seq_len,
                              diagonals_, columns_);
   documents_ = mtraining::testing::make_document_starts(o.documents, o.batch, o.seq_len);
+  if (o.choice != Choice::kBlocks) return;
+  index::BlockRows rows{{0}, {}};
+  for (int64_t q = 0; q < o.batch * o.num_q_heads * blocks; ++q) {
+    const double share = random.uniform() < 0.2 ? 0 : 0.4;  // some query blocks have nothing
+    for (int64_t k = 0; k < blocks; ++k) {
+      blocks_.push_back(k <= q % blocks && random.uniform() < share);
+      if (blocks_.back() != 0) rows.key_blocks.push_back(static_cast<int32_t>(k));
+    }
+    rows.row_begin.push_back(std::ssize(rows.key_blocks));
+  }
+  index_ = index::make_block_index(static_cast<int>(o.batch), static_cast<int>(o.num_q_heads),
+                                   o.seq_len, std::move(rows));
 }
 
 mtraining::testing::Mask RingProblem::mask() const {
+  if (!blocks_.empty()) {
+    const int64_t blocks = (options_.seq_len + 63) / 64;
+    return [this, blocks](int64_t b, int64_t h, int64_t i, int64_t j) {
+      const int64_t start = documents_.empty() ? 0 : documents_[b * options_.seq_len + i];
+      const int64_t row = (b * options_.num_q_heads + h) * blocks + i / 64;
+      return start <= j && j <= i && blocks_[row * blocks + j / 64] != 0;
+    };
+  }
   return mtraining::testing::vertical_slash_mask(diagonals_, columns_, options_.num_q_heads,
                                                  documents_, options_.seq_len);
 }

@@ -31,6 +31,7 @@ enum class Choice {
   kSparse,  ///< some diagonals, some columns, uneven over heads; one head without columns, one without diagonal 0
   kFew,     ///< diagonal 0 and few columns: most ranks meet no block of most sources
   kEmpty,   ///< nothing for head 0, diagonal 0 for the others
+  kBlocks,  ///< single blocks, no diagonals or columns; some query blocks have none
   kMany,    ///< so many columns that exchanging their union would move more than K and V
 };
 
@@ -63,6 +64,7 @@ class RingProblem {
   ProblemOptions options_;
   mtraining::testing::Problem inputs_;
   std::vector<std::vector<int32_t>> diagonals_, columns_;
+  std::vector<uint8_t> blocks_;  // kBlocks: [B, H, query block, key block]
   index::Index index_;
   std::vector<int32_t> documents_;
   mutable std::unique_ptr<Solution> truth_, plain_;

@@ -60,7 +60,34 @@ BAD_VALUES = [
     (["--attention.local_blocks", "0"], None, [": attention.local_blocks: expected"]),
     (["--attention.stripe", "48"], None, ["attention.stripe", "multiple of 64", "48"]),
     (["--attention.layout", "striped"], None, ["attention.layout", "striped", "dense"]),
-    (["--attention.layers", "3"], None, ["attention.layers"]),
+    (["--attention.layers", "3"], None, ["attention.layers", "[[attention.layers]]", "got 3"]),
+    (["--attention.layers", "[{}]"], None, ["attention.layers[0].range: not given"]),
+    (["--attention.layers", "[{range = '1-'}]"], None, ["layers[0].range", '"0-3" or 5', "1-"]),
+    (["--attention.layers", "[{range = '0-2'}]"], None, ["layers[0].range", "0 to 1", "0-2"]),
+    (
+        ["--attention.layers", "[{range = 0}, {range = '0-1'}]"],
+        None,
+        ["attention.layers[1].range: layer 0 is in attention.layers[0] too"],
+    ),
+    (
+        ["--attention.layers", "[{range = 0, p_slahs = .5}]"],
+        None,
+        ["unknown key attention.layers[0].p_slahs", "attention.layers[0].p_slash"],
+    ),
+    (
+        ["--attention.layers", "[{range = 0, p_slash = 3.0}]"],
+        None,
+        ["attention.layers[0].p_slash", "[0, 1]", "got 3"],
+    ),
+    (["--attention.pattern", "fixed"], None, ["attention.pattern", "pattern_file", "neither"]),
+    (["--attention.moba_chunk", "100"], None, ["attention.moba_chunk", "multiple of 64", "100"]),
+    (["--attention.xattention_stride", "48"], None, ["xattention_stride", "divisor", "48"]),
+    (
+        ["--attention.pattern", "moba", "--attention.recall_floor", "0.5"],
+        None,
+        ["attention.recall_floor", "moba"],
+    ),
+    (["--train.peak_flops_per_s", "0"], None, ["train.peak_flops_per_s", "above 0", "got 0"]),
     (["--checkpoint.every", "-1"], None, ["checkpoint.every", "at least 0", "got -1"]),
     (["--checkpoint.keep", "-1"], None, ["checkpoint.keep", "at least 0", "got -1"]),
     (["--checkpoint.save_every_minutes", "inf"], None, ["save_every_minutes", "finite"]),
@@ -484,7 +511,7 @@ INSPECT = {
     "model: another family": hf_case(["gpt2"], changed(model_type="gpt2")),
     "model: heads do not divide": hf_case(["num_key_value_heads"], changed(num_key_value_heads=3)),
     "model: sliding window": hf_case(
-        ["sliding"], changed(use_sliding_window=True, sliding_window=128)
+        ["sliding"], changed(use_sliding_window=True, sliding_window=128, max_window_layers=0)
     ),
     "model: a key missing": hf_case(["vocab_size"], HF_CONFIG.replace("vocab_size", "vocab")),
     "model: no weights": hf_case(["bad", "model.safetensors"], HF_CONFIG),
