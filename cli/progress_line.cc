@@ -25,8 +25,8 @@ std::string speed(double tokens_per_s) {
 
 std::string bar(const ProgressFacts& facts, int width) {
   const int64_t total = std::max<int64_t>(facts.total_steps, 1);
-  const auto filled = static_cast<int>(
-      std::clamp<int64_t>(width * std::min(facts.train_step, total) / total, 0, width));
+  const auto filled =
+      static_cast<int>(std::clamp<int64_t>(width * facts.train_step / total, 0, width));
   return "[" + std::string(static_cast<size_t>(filled), '#') +
          std::string(static_cast<size_t>(width - filled), '.') + "]";
 }
