@@ -70,7 +70,7 @@ BAD_VALUES = [
         ["attention.layers[1].range: layer 0 is in attention.layers[0] too"],
     ),
     (
-        ["--attention.layers", "[{range = 0, p_slahs = .5}]"],
+        ["--attention.layers", "[{range = 0, p_slahs = 0.5}]"],
         None,
         ["unknown key attention.layers[0].p_slahs", "attention.layers[0].p_slash"],
     ),

@@ -23,8 +23,8 @@ def test_ranges_of_layers_are_resolved_and_repeat_themselves(job, tmp_path):
     first = job.run("--dry-run")
     assert first.returncode == 0, first.stderr
     (line,) = [line for line in first.stdout.splitlines() if line.startswith("layers = ")]
-    assert 'range = "1-1", pattern = "dense"' in line
-    assert 'range = "0-0", pattern = "vertical_slash"' in line
+    assert "range = '1-1', pattern = 'dense'" in line
+    assert "range = '0-0', pattern = 'vertical_slash'" in line
     assert "p_slash = 0.25" in line and "max_columns = 7" in line
     again = job.run("--dry-run", "--attention.layers", line.removeprefix("layers = "))
     assert line in again.stdout.splitlines(), again.stderr
