@@ -69,11 +69,14 @@ def test_ranks_without_a_launcher_of_ours_end_with_the_first_cause(job):
     common |= {"MASTER_PORT": str(port)}
     start = time.monotonic()
     ranks = []
-    for rank, extra in ((0, []), (1, ["--data.train", str(job.folder / "missing")])):
+    # One configuration for all; the file that it names is missing where rank 1 runs.
+    elsewhere = job.folder / "elsewhere"
+    elsewhere.mkdir()
+    for rank, folder in ((0, job.folder), (1, elsewhere)):
         ranks.append(
             subprocess.Popen(
-                job.command(*extra),
-                cwd=job.folder,
+                job.command("--data.train", job.data.name),
+                cwd=folder,
                 env={**job.environment(), **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
@@ -90,7 +93,7 @@ def test_ranks_without_a_launcher_of_ours_end_with_the_first_cause(job):
     # Rank 0 waits for rank 1 to open a communicator, and is told why it does not.
     for error in errors:
         assert error.count("\n") == 1
-        assert "missing.idx: cannot be opened" in error
+        assert "tokens.idx: cannot be opened" in error
 
 
 def start_long(job) -> subprocess.Popen:
