@@ -276,8 +276,7 @@ Json inspect_folder(const fs::path& folder) {
   if (there(folder / "config.json") || there(folder / kState) ||
       there(folder / checkpoint::kWeightFile) || there(folder / checkpoint::kWeightIndexFile))
     return inspect_checkpoint(folder);
-  if (there(folder / "metrics.jsonl") || there(folder / "config.toml"))
-    return inspect_run(folder);
+  if (there(folder / "metrics.jsonl") || there(folder / "config.toml")) return inspect_run(folder);
   if (holds_state_files(folder)) return inspect_state(folder);
   const checkpoint::CheckpointList list = checkpoint::list_checkpoints(folder);
   if (!list.complete.empty() || !list.ignored.empty() || there(folder / "latest")) {
