@@ -14,9 +14,12 @@ StopPoll::StopPoll(comm::Transport& transport) : value_(std::make_unique<int64_t
 
 StopPoll::~StopPoll() {
   if (std::uncaught_exceptions() > 0) {
-    // The others may be waiting for this rank elsewhere: nobody waits for them here, and the number outlives the reduction.
+    // The others may be waiting for this rank elsewhere: nobody waits for them here. What the reduction under way uses is left
+    // to the end of the process, which is near.
+    if (!pending_) return;
     static_cast<void>(value_.release());
     static_cast<void>(pending_.release());
+    static_cast<void>(new comm::CommunicatorPtr(std::move(group_)));
     return;
   }
   try {
