@@ -6,6 +6,9 @@
 #include <cmath>
 #include <utility>
 
+#ifdef MT_WITH_CUDA
+#include "mtraining/attention/device_index.h"
+#endif
 #include "mtraining/attention/ring_call.h"
 #include "mtraining/attention/ring_context.h"
 #include "mtraining/attention/tensors.h"
@@ -106,6 +109,34 @@ index::Index choose_index(const AttentionPattern& pattern, const pattern::LocalA
   MT_ASSERT(false, "pattern ", static_cast<int>(pattern.kind), " has no index to choose");
 }
 
+/// From shards in host memory, or on a GPU. A GPU chooses vertical_slash; the other patterns are chosen on the host, from copies.
+index::Index choose_index(RingContext& context, const AttentionCall& call, const at::Tensor& q,
+                          const at::Tensor& k, const at::Tensor& documents) {
+#ifdef MT_WITH_CUDA
+  if (q.is_cuda() && call.pattern.kind == pattern::PatternKind::kVerticalSlash)
+    return choose_on_device(context.state(), q, k, call.softmax_scale, documents,
+                            call.pattern.vertical_slash);
+#endif
+  const at::Tensor host_q = q.cpu(), host_k = k.cpu();
+  return choose_index(call.pattern,
+                      local_attention(context, host_q, host_k, call.softmax_scale, documents),
+                      context.index_group());
+}
+
+pattern::Recall measure_recall(RingContext& context, const AttentionCall& call, const at::Tensor& q,
+                               const at::Tensor& k, const at::Tensor& documents,
+                               const index::Index& index) {
+#ifdef MT_WITH_CUDA
+  if (q.is_cuda() && !index.has_blocks())
+    return recall_on_device(context.state(), q, k, call.softmax_scale, documents,
+                            call.pattern.vertical_slash, index, call.recall_seed);
+#endif
+  const at::Tensor host_q = q.cpu(), host_k = k.cpu();
+  return pattern::measure_recall(
+      local_attention(context, host_q, host_k, call.softmax_scale, documents),
+      call.pattern.vertical_slash, index, context.index_group(), call.recall_seed);
+}
+
 /// All layers share one dense index, and so its plan.
 std::shared_ptr<const index::Index> shared_dense_index(RingContext::State& state, int64_t batch,
                                                        int64_t num_q_heads) {
@@ -156,17 +187,14 @@ AttentionOutput sparse_ring_attention(RingContext& context, const at::Tensor& q,
                      k_rows = with_contiguous_rows(k.detach());
     if (estimate) {
       const int64_t begin_us = now_us();
-      output.index = std::make_shared<const index::Index>(choose_index(
-          call.pattern, local_attention(context, q_rows, k_rows, call.softmax_scale, documents),
-          context.index_group()));
+      output.index = std::make_shared<const index::Index>(
+          choose_index(context, call, q_rows, k_rows, documents));
       state.observe("index", 0, begin_us, 0);
     } else if (!output.index) {
       output.index = shared_dense_index(state, q.size(0), q.size(2));
     }
     if (call.measure_recall) {
-      output.recall = pattern::measure_recall(
-          local_attention(context, q_rows, k_rows, call.softmax_scale, documents),
-          call.pattern.vertical_slash, *output.index, context.index_group(), call.recall_seed);
+      output.recall = measure_recall(context, call, q_rows, k_rows, documents, *output.index);
     }
   }
   auto saved = c10::make_intrusive<SavedCall>();

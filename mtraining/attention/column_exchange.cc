@@ -1,13 +1,16 @@
 #include "mtraining/attention/column_exchange.h"
 
+#include "mtraining/attention/list_uploads.h"
 #include "mtraining/attention/tensors.h"
 #include "mtraining/base/check.h"
 
 namespace mtraining::attention {
 
-ColumnExchange::ColumnExchange(RingContext::State& state, const index::ColumnPlan& plan,
-                               const at::Tensor& k, const at::Tensor& v)
+ColumnExchange::ColumnExchange(RingContext::State& state, IndexPlan& index_plan,
+                               const index::ColumnPlan& plan, const at::Tensor& k,
+                               const at::Tensor& v)
     : state_(state),
+      index_plan_(index_plan),
       plan_(plan),
       k_(k),
       v_(v),
@@ -29,7 +32,11 @@ ColumnExchange::Rows ColumnExchange::own_rows(int slice) const {
     to[count + i] = rows[i].kv_head;
     to[2 * count + i] = rows[i].offset;
   }
-  indices = indices.to(k_.device());
+  if (!k_.device().is_cpu() && count > 0) {
+    indices = upload(indices.const_data_ptr(), static_cast<int64_t>(indices.nbytes()), k_.device())
+                  .view(at::kLong)
+                  .view({3, count});
+  }
   return {indices[0], indices[1], indices[2]};
 }
 
@@ -67,7 +74,7 @@ kernels::KeySource ColumnExchange::gathered(int slice) {
   source.k = {gathered_[slice].const_data_ptr(), 0, 2 * head_dim, 0};
   source.v = {gathered_[slice].select(2, 1).const_data_ptr(), 0, 2 * head_dim, 0};
   source.num_keys = state_.layout.cp_size() * rows_per_rank(slice);
-  source.columns = plan_.slices[slice].view();
+  source.columns = index_plan_.slice_lists(plan_.slices[slice], k_.device());
   return source;
 }
 
@@ -113,8 +120,12 @@ void ColumnExchange::add_reduced_to(at::Tensor& dk, at::Tensor& dv) {
     const int64_t count = own.batch.numel();
     if (count == 0) continue;
     const at::Tensor rows = reduced_[slice].narrow(0, 0, count).to(dk.scalar_type());
-    dk.index_put_({own.batch, own.offset, own.kv_head}, rows.select(1, 0), /*accumulate=*/true);
-    dv.index_put_({own.batch, own.offset, own.kv_head}, rows.select(1, 1), /*accumulate=*/true);
+    // A slice names a row once, so that nothing has to be accumulated (which on a GPU would sort the rows first).
+    for (const auto& [to, part] : {std::pair<at::Tensor&, int64_t>(dk, 0), {dv, 1}}) {
+      const at::Tensor sum =
+          to.index({own.batch, own.offset, own.kv_head}).add_(rows.select(1, part));
+      to.index_put_({own.batch, own.offset, own.kv_head}, sum);
+    }
   }
 }
 

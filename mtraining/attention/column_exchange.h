@@ -16,8 +16,9 @@ namespace mtraining::attention {
 
 class ColumnExchange {
  public:
-  ColumnExchange(RingContext::State& state, const index::ColumnPlan& plan, const at::Tensor& k,
-                 const at::Tensor& v);
+  /// `plan`: index_plan's own.
+  ColumnExchange(RingContext::State& state, IndexPlan& index_plan, const index::ColumnPlan& plan,
+                 const at::Tensor& k, const at::Tensor& v);
 
   int num_slices() const { return static_cast<int>(plan_.slices.size()); }
   /// Collective: packs this rank's rows of a slice and posts the all-gather. Slices in order, at most two unfinished.
@@ -41,6 +42,7 @@ class ColumnExchange {
   int64_t rows_per_rank(int slice) const { return plan_.slices[slice].rows_per_rank; }
 
   RingContext::State& state_;
+  IndexPlan& index_plan_;
   const index::ColumnPlan& plan_;
   const at::Tensor &k_, &v_;
   std::vector<at::Tensor> packed_, gathered_, grads_, wire_, reduced_;  // by slice

@@ -40,6 +40,7 @@ IndexPlan::IndexPlan(std::shared_ptr<const index::Index> index, const layout::La
     : index_(std::move(index)), layout_(layout), cp_rank_(cp_rank) {
   const auto ranks = static_cast<size_t>(layout.cp_size());
   blocks_.resize(ranks);
+  blocks_by_key_.resize(ranks);
   step_columns_.resize(ranks);
   for (int64_t r = 0; r < index_->columns.rows && !has_columns_; ++r)
     has_columns_ = index_->columns.counts[r] > 0;
@@ -68,6 +69,45 @@ const index::StepBlocks& IndexPlan::blocks(int source_rank) {
   return *made;
 }
 
+kernels::BlockLists IndexPlan::block_lists(int source_rank, at::Device device, bool by_key_too) {
+  const index::StepBlocks& made = blocks(source_rank);
+  kernels::BlockLists lists = made.view();
+  lists.entries = uploads_.get(made.entries, device);
+  lists.num_entries = uploads_.get(made.num_entries, device);
+  lists.row_begin = uploads_.get(made.row_begin, device);
+  lists.key_blocks = uploads_.get(made.key_blocks, device);
+  if (by_key_too && lists.kind == kernels::BlockListKind::kCsr) {
+    auto& by_key = blocks_by_key_[source_rank];
+    if (!by_key)
+      by_key =
+          std::make_unique<index::StepBlocks>(index::transpose(made, layout_.blocks_per_rank()));
+    lists.key_row_begin = uploads_.get(by_key->row_begin, device);
+    lists.query_blocks = uploads_.get(by_key->key_blocks, device);
+  }
+  return lists;
+}
+
+kernels::ColumnLists IndexPlan::column_lists(int source_rank, at::Device device) {
+  const index::StepColumns& made = step_columns(source_rank);
+  kernels::ColumnLists lists = made.view();
+  lists.key_rows = uploads_.get(made.rows, device);
+  lists.positions = uploads_.get(made.positions, device);
+  lists.counts = uploads_.get(made.counts, device);
+  return lists;
+}
+
+kernels::ColumnLists IndexPlan::slice_lists(const index::ColumnSlice& slice, at::Device device) {
+  kernels::ColumnLists lists = slice.view();
+  lists.key_rows = uploads_.get(slice.gathered_rows, device);
+  lists.positions = uploads_.get(slice.positions, device);
+  lists.counts = uploads_.get(slice.counts, device);
+  return lists;
+}
+
+const uint64_t* IndexPlan::bitmap_words(at::Device device) {
+  return uploads_.get(bitmap().bits, device);
+}
+
 const index::StepColumns& IndexPlan::step_columns(int source_rank) {
   auto& made = step_columns_[source_rank];
   if (!made)
@@ -82,6 +122,7 @@ const index::DiagonalBitmap& IndexPlan::bitmap() {
 
 const index::ColumnPlan& IndexPlan::column_plan(int num_kv_heads, int64_t max_rows_per_rank) {
   if (!column_plan_ || plan_kv_heads_ != num_kv_heads || plan_max_rows_ != max_rows_per_rank) {
+    uploads_.clear();  // of slices that go now
     column_plan_ = index::plan_columns(*index_, layout_, num_kv_heads, max_rows_per_rank);
     plan_kv_heads_ = num_kv_heads;
     plan_max_rows_ = max_rows_per_rank;
@@ -113,7 +154,8 @@ int64_t IndexPlan::column_pairs(int source_rank) {
 }
 
 int64_t IndexPlan::bytes() const {
-  int64_t bytes = 0;
+  int64_t bytes = uploads_.bytes();
+  for (const auto& blocks : blocks_by_key_) bytes += blocks ? blocks->bytes() : 0;
   for (const auto& blocks : blocks_) bytes += blocks ? blocks->bytes() : 0;
   for (const auto& columns : step_columns_) bytes += columns ? bytes_of(*columns) : 0;
   if (bitmap_) bytes += static_cast<int64_t>(bitmap_->bits.size() * 8);

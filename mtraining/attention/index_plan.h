@@ -11,6 +11,7 @@
 #include <optional>
 #include <vector>
 
+#include "mtraining/attention/list_uploads.h"
 #include "mtraining/attention/ring_attention.h"
 #include "mtraining/index/columns.h"
 #include "mtraining/index/index.h"
@@ -26,6 +27,13 @@ class IndexPlan {
   bool has_columns() const { return has_columns_; }
   /// A digest of the index: ranks with different ones must not meet.
   uint64_t digest();
+
+  // Lists of a source, of its columns, of a slice of the union, and the bitmap, where kernels on `device` read them.
+  /// by_key_too: also the lists by key block, which the backward of a GPU walks.
+  kernels::BlockLists block_lists(int source_rank, at::Device device, bool by_key_too);
+  kernels::ColumnLists column_lists(int source_rank, at::Device device);
+  kernels::ColumnLists slice_lists(const index::ColumnSlice& slice, at::Device device);
+  const uint64_t* bitmap_words(at::Device device);
 
   const index::StepBlocks& blocks(int source_rank);
   const index::StepColumns& step_columns(int source_rank);
@@ -48,6 +56,7 @@ class IndexPlan {
   bool has_columns_ = false;
   std::optional<uint64_t> digest_;
   std::vector<std::unique_ptr<index::StepBlocks>> blocks_;  // by source rank
+  std::vector<std::unique_ptr<index::StepBlocks>> blocks_by_key_;
   std::vector<std::unique_ptr<index::StepColumns>> step_columns_;
   std::optional<index::DiagonalBitmap> bitmap_;
   std::optional<index::ColumnPlan> column_plan_;
@@ -56,6 +65,7 @@ class IndexPlan {
   std::optional<bool> union_too_large_;
   int union_kv_heads_ = 0;
   std::vector<int64_t> block_pairs_, column_pairs_;  // by source rank; empty: not counted yet
+  ListUploads uploads_;
 };
 
 /// Plans by index object: a layer's forward, recomputation and backward pass the same index and find its plan. Forgets plans

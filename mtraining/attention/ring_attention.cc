@@ -12,7 +12,10 @@
 #include "mtraining/attention/ring_pass.h"
 #include "mtraining/attention/tensors.h"
 #include "mtraining/base/check.h"
-#include "mtraining/kernels/attention_kernels.h"
+#include "mtraining/kernels/launch.h"
+#ifdef MT_WITH_CUDA
+#include "mtraining/kernels/rounding_cuda/rounding.h"
+#endif
 
 namespace mtraining::attention {
 namespace {
@@ -23,14 +26,35 @@ bool columns_are_exchanged(RingContext::State& state, IndexPlan& plan, int num_k
          state.layout.cp_size() > 1 && !plan.union_too_large(num_kv_heads);
 }
 
+// SMs that a launch leaves to transfers, where there are any.
+constexpr int kTransferSms = 8;
+
+/// What rounds to `dtype`: (rounded, what that lost).
+std::pair<at::Tensor, at::Tensor> rounded(at::Tensor& out, at::ScalarType dtype) {
+#ifdef MT_WITH_CUDA
+  if (out.is_cuda()) {
+    const at::TensorOptions options = out.options().dtype(dtype);
+    at::Tensor near = at::empty(out.sizes(), options), rest = at::empty(out.sizes(), options);
+    kernels::rounding_cuda::split(out.const_data_ptr<float>(), out.numel(),
+                                  kernel_dtype(near, "out"), near.mutable_data_ptr(),
+                                  rest.mutable_data_ptr(), current_stream(out.device()));
+    return {near, rest};
+  }
+#endif
+  at::Tensor near = out.to(dtype);
+  return {near, out.sub_(near).to(dtype)};
+}
+
 /// What a launch of either direction needs besides its sources.
 class Launcher {
  public:
   Launcher(RingContext::State& state, IndexPlan& plan, RingSlots& slots, const RingCall& call,
-           bool columns_exchanged)
+           bool columns_exchanged, kernels::Direction direction)
       : state_(state),
         plan_(plan),
         slots_(slots),
+        device_(call.q.device()),
+        by_key_too_(direction == kernels::Direction::kBackward && !device_.is_cpu()),
         with_columns_(plan.has_columns() && !columns_exchanged) {
     common_.batch = call.q.size(0);
     common_.num_queries = call.q.size(1);
@@ -41,16 +65,40 @@ class Launcher {
     common_.softmax_scale = call.softmax_scale;
     common_.seq_len = state.layout.seq_len();
     common_.q = const_view(call.q);
-    common_.q_block_starts = state.block_starts[state.cp_rank].data();
+    common_.q_block_starts = state.uploads.get(state.block_starts[state.cp_rank], device_);
     common_.position_stride = state.layout.position_stride();
     if (call.document_start.defined()) {
       common_.document_start = call.document_start.const_data_ptr<int32_t>();
       common_.document_stride_batch = call.document_start.stride(0);
     }
     if (plan.has_columns()) {
-      common_.diagonal_bits = plan.bitmap().bits.data();
+      common_.diagonal_bits = plan.bitmap_words(device_);
       common_.diagonal_words = plan.bitmap().words;
     }
+    if (device_.is_cpu()) return;
+    kernels::Request request;
+    request.direction = direction;
+    request.device = kernels::current_cuda_device();
+    request.dtype = common_.dtype;
+    request.head_dim = common_.head_dim;
+    request.columns = plan.has_columns();
+    request.position_stride = common_.position_stride;
+    request.rows_aligned =
+        rows_are_aligned(call.q) && rows_are_aligned(call.k) && rows_are_aligned(call.v);
+    backend_ = kernels::choose(request).backend;
+    common_.stream = current_stream(device_);
+    common_.sm_margin = state.layout.cp_size() > 1 ? kTransferSms : 0;
+  }
+
+  kernels::Backend backend() const { return backend_; }
+  /// Called last: how much it is depends on all else. One launch's is the next one's, in the order of the stream.
+  template <typename Params>
+  void give_workspace(Params& params) const {
+    const int64_t bytes = kernels::workspace_bytes(backend_, params);
+    if (bytes == 0) return;
+    at::Tensor workspace = state_.buffers.get("workspace", {bytes}, at::kByte, device_);
+    params.workspace = workspace.mutable_data_ptr();
+    params.workspace_bytes = bytes;
   }
 
   /// The sources of a ring launch, with gradients where the schedule names slots for them.
@@ -61,9 +109,9 @@ class Launcher {
       source.k = const_view(slots_.k(ref.kv_slot));
       source.v = const_view(slots_.v(ref.kv_slot));
       source.num_keys = slots_.k(ref.kv_slot).size(1);
-      source.block_starts = state_.block_starts[ref.source_rank].data();
-      source.blocks = plan_.blocks(ref.source_rank).view();
-      if (with_columns_) source.columns = plan_.step_columns(ref.source_rank).view();
+      source.block_starts = state_.uploads.get(state_.block_starts[ref.source_rank], device_);
+      source.blocks = plan_.block_lists(ref.source_rank, device_, by_key_too_);
+      if (with_columns_) source.columns = plan_.column_lists(ref.source_rank, device_);
       if (ref.grad_slot >= 0) {
         source.dk = view(slots_.dk(ref.grad_slot));
         source.dv = view(slots_.dv(ref.grad_slot));
@@ -100,7 +148,10 @@ class Launcher {
   RingContext::State& state_;
   IndexPlan& plan_;
   RingSlots& slots_;
+  at::Device device_;
+  bool by_key_too_;
   bool with_columns_;
+  kernels::Backend backend_ = kernels::Backend::kRef;
   kernels::AttentionParams common_;
 };
 
@@ -117,7 +168,7 @@ ForwardResult ring_forward(RingContext::State& state, IndexPlan& plan, const Rin
 
   const bool exchanged = columns_are_exchanged(state, plan, static_cast<int>(call.k.size(2)));
   RingSlots slots(state.buffers, state.forward, call.k, call.v, held, held);
-  Launcher launcher(state, plan, slots, call, exchanged);
+  Launcher launcher(state, plan, slots, call, exchanged, kernels::Direction::kForward);
   bool first = true;
   const auto launch = [&](const std::vector<kernels::KeySource>& sources) {
     kernels::ForwardParams params;
@@ -125,13 +176,14 @@ ForwardResult ring_forward(RingContext::State& state, IndexPlan& plan, const Rin
     params.out = view(out);
     params.lse = lse.data_ptr();
     params.first = std::exchange(first, false);
-    kernels::ref::forward(params);
+    launcher.give_workspace(params);
+    kernels::forward(launcher.backend(), params);
   };
 
   std::optional<ColumnExchange> columns;
   if (exchanged) {
     columns.emplace(
-        state,
+        state, plan,
         plan.column_plan(static_cast<int>(call.k.size(2)), state.options.max_column_rows_per_rank),
         call.k, call.v);
     columns->post_gather(0);  // travels under the ring
@@ -149,8 +201,8 @@ ForwardResult ring_forward(RingContext::State& state, IndexPlan& plan, const Rin
     state.observe("columns", slice, begin_us, slice == 0 ? launcher.exchanged_column_pairs() : 0);
   }
   if (held == dtype) return {out, lse, {}};
-  at::Tensor rounded = out.to(dtype);
-  return {rounded, lse, out.sub_(rounded).to(dtype)};
+  const auto [near, rest] = rounded(out, dtype);
+  return {near, lse, rest};
 }
 
 BackwardResult ring_backward(RingContext::State& state, IndexPlan& plan, const RingCall& call,
@@ -165,7 +217,7 @@ BackwardResult ring_backward(RingContext::State& state, IndexPlan& plan, const R
 
   const bool exchanged = columns_are_exchanged(state, plan, static_cast<int>(call.k.size(2)));
   RingSlots slots(state.buffers, state.backward, call.k, call.v, held, wire);
-  Launcher launcher(state, plan, slots, call, exchanged);
+  Launcher launcher(state, plan, slots, call, exchanged, kernels::Direction::kBackward);
   const auto fill = [&](kernels::BackwardParams& params,
                         const std::vector<kernels::KeySource>& sources) {
     launcher.fill(params, sources);
@@ -180,18 +232,19 @@ BackwardResult ring_backward(RingContext::State& state, IndexPlan& plan, const R
     fill(params, {});
     at::Tensor held_out = with_contiguous_rows(saved.out.to(held));
     if (saved.out_residual.defined()) held_out = held_out.add(saved.out_residual);
-    kernels::ref::delta(params, const_view(held_out), delta.data_ptr());
+    kernels::delta(launcher.backend(), params, const_view(held_out), delta.data_ptr());
   }
   const auto launch = [&](const std::vector<kernels::KeySource>& sources) {
     kernels::BackwardParams params;
     fill(params, sources);
-    kernels::ref::backward(params);
+    launcher.give_workspace(params);
+    kernels::backward(launcher.backend(), params);
   };
 
   std::optional<ColumnExchange> columns;
   if (exchanged) {
     columns.emplace(
-        state,
+        state, plan,
         plan.column_plan(static_cast<int>(call.k.size(2)), state.options.max_column_rows_per_rank),
         call.k, call.v);
     columns->post_gather(0);

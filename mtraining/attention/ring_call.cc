@@ -93,8 +93,11 @@ RingCall checked_call(RingContext::State& state, IndexPlan& plan, const char* di
                {{"B", index.batch}, {"S_local", n}, {"H", index.num_q_heads}, {"D", head_dim}},
                dtype, device);
   kernel_dtype(q, "q");
-  MT_CHECK_SUPPORTED(device.is_cpu(), "q: this build's attention runs on the CPU, got a tensor on ",
-                     device);
+  MT_CHECK_SUPPORTED(device.is_cpu() || device.is_cuda(),
+                     "q: expected a tensor on the CPU or a GPU, got one on ", device);
+  MT_CHECK_SUPPORTED(device.is_cpu() || state.layout.cp_size() == 1 || state.device_index_group,
+                     "q: tensors on a GPU over ", state.layout.cp_size(),
+                     " ranks need a transport over device memory (nccl)");
   const int64_t kv_heads = k.defined() && k.dim() == 4 ? k.size(2) : 1;
   check_tensor("k", k, {{"B", index.batch}, {"S_local", n}, {"Hk", kv_heads}, {"D", head_dim}},
                dtype, device);
@@ -118,7 +121,12 @@ RingCall checked_call(RingContext::State& state, IndexPlan& plan, const char* di
     check_tensor("document_starts", document_starts,
                  {{"B", index.batch}, {"S", state.layout.seq_len()}}, at::kInt, at::kCPU);
     documents = document_starts.contiguous();
-    call.document_start = local_document_start(state, documents);
+    const at::Tensor local = local_document_start(state, documents);
+    call.document_start = device.is_cpu() ? local
+                                          : upload(local.const_data_ptr(),
+                                                   static_cast<int64_t>(local.nbytes()), device)
+                                                .view(at::kInt)
+                                                .view(local.sizes());
   }
   agree(state, {std::strcmp(direction, "backward") == 0, index.batch, index.num_q_heads, kv_heads,
                 head_dim, static_cast<int64_t>(dtype), std::bit_cast<int64_t>(call.softmax_scale),

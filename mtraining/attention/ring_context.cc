@@ -163,6 +163,11 @@ RingContext::State::State(const RingOptions& given, comm::Transport& transport,
   backward = ring::backward_schedule(schedule, cp_rank);
   positions = layout.positions(cp_rank);
   for (int r = 0; r < layout.cp_size(); ++r) block_starts.push_back(layout.block_starts(r));
+  for (int64_t p = 0; layout.has_blocks() && p < layout.padded_len(); p += layout::kBlock) {
+    const layout::Owner owner = layout.owner(p);
+    block_owners.push_back(owner.cp_rank);
+    block_owners.push_back(static_cast<int32_t>(owner.offset / layout::kBlock));
+  }
 
   comm::CommunicatorPtr job =
       transport.open_host("attention agreement", all_ranks(transport.size()));
@@ -174,8 +179,11 @@ RingContext::State::State(const RingOptions& given, comm::Transport& transport,
       return transport.open(concat("attention ", name), ranks);
     };
     const std::vector<int> all = all_ranks(layout.cp_size());
-    // pattern/ works in host memory.
+    // pattern/ works in host memory, and on a GPU in the device's.
     if (auto opened = transport.open_host("attention index", group)) index_group = opened;
+    if (transport.on_device()) {
+      if (auto opened = open("index on the device", all)) device_index_group = opened;
+    }
     if (auto opened = open("columns", all)) columns_group = opened;
     if (auto opened = transport.open_host("attention calls", group)) agreement_group = opened;
     for (const ChannelGroups& channel : channel_groups(options)) {
@@ -234,9 +242,10 @@ int64_t RingContext::bytes_sent(ring::Channel channel) const {
 }
 
 int64_t RingContext::bytes_sent() const {
-  int64_t bytes = state_->index_group->counters().bytes_sent +
-                  state_->columns_group->counters().bytes_sent +
-                  state_->agreement_group->counters().bytes_sent;
+  int64_t bytes =
+      state_->index_group->counters().bytes_sent +
+      (state_->device_index_group ? state_->device_index_group->counters().bytes_sent : 0) +
+      state_->columns_group->counters().bytes_sent + state_->agreement_group->counters().bytes_sent;
   for (int c = 0; c < kNumChannels; ++c) bytes += bytes_sent(static_cast<ring::Channel>(c));
   return bytes;
 }

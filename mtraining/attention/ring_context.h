@@ -12,6 +12,7 @@
 
 #include "mtraining/attention/buffers.h"
 #include "mtraining/attention/index_plan.h"
+#include "mtraining/attention/list_uploads.h"
 #include "mtraining/attention/ring_attention.h"
 
 namespace mtraining::attention {
@@ -33,13 +34,18 @@ struct RingContext::State {
   int cp_rank = 0;
   ring::Schedule forward, backward;
   std::array<comm::CommunicatorPtr, kNumChannels> channels;
-  comm::CommunicatorPtr index_group;
+  comm::CommunicatorPtr index_group;  ///< for host memory
+  comm::CommunicatorPtr
+      device_index_group;  ///< for device memory, where the transport has it; else null
   comm::CommunicatorPtr columns_group;             ///< over all cp ranks
   comm::CommunicatorPtr agreement_group;           ///< likewise, for host memory: what a call is
   std::vector<std::vector<int32_t>> block_starts;  ///< by cp rank
   std::vector<int64_t> positions;                  ///< of this rank's rows
   StepObserver observer;
   Buffers buffers;
+  ListUploads uploads;  ///< of block_starts
+  std::vector<int32_t>
+      block_owners;  ///< [blocks, 2] rank and local block of each; empty where the layout has no blocks
   IndexPlanCache plans;
   std::shared_ptr<const index::Index> dense;  ///< the last dense index asked for
 };

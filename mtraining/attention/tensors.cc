@@ -1,6 +1,7 @@
 #include "mtraining/attention/tensors.h"
 
 #include <ATen/ATen.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <sstream>
 
@@ -77,6 +78,21 @@ kernels::View view(at::Tensor& tensor) {
 
 at::Tensor with_contiguous_rows(const at::Tensor& tensor) {
   return tensor.stride(-1) == 1 || tensor.size(-1) == 1 ? tensor : tensor.contiguous();
+}
+
+void* current_stream(at::Device device) {
+  if (device.is_cpu()) return nullptr;
+  const c10::impl::VirtualGuardImpl guard(device.type());
+  return guard.getStreamNativeHandle(guard.getStream(device));
+}
+
+bool rows_are_aligned(const at::Tensor& tensor) {
+  const auto size = static_cast<int64_t>(tensor.element_size());
+  if (reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 != 0) return false;
+  if (tensor.size(-1) > 1 && tensor.stride(-1) != 1) return false;
+  for (int64_t d = 0; d + 1 < tensor.dim(); ++d)
+    if (tensor.size(d) > 1 && tensor.stride(d) * size % 16 != 0) return false;
+  return true;
 }
 
 comm::ConstBuffer bytes_of(const at::Tensor& contiguous) {

@@ -27,6 +27,11 @@ kernels::View view(at::Tensor& tensor);
 /// The tensor itself where D is contiguous, else a contiguous copy (an expanded gradient has stride 0).
 at::Tensor with_contiguous_rows(const at::Tensor& tensor);
 
+/// cudaStream_t of the tensor's device that work of this thread is ordered on; null on the CPU.
+void* current_stream(at::Device device);
+/// True where rows of [B, S, H, D] are 16-byte aligned and so are steps from row to row: what copies of whole rows read.
+bool rows_are_aligned(const at::Tensor& tensor);
+
 comm::ConstBuffer bytes_of(const at::Tensor& contiguous);
 comm::Buffer writable_bytes_of(at::Tensor& contiguous);
 

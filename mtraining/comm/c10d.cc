@@ -36,6 +36,7 @@ class C10dTransport : public Transport {
   int rank() const override { return options_.rank; }
   int size() const override { return options_.size; }
   milliseconds timeout() const override { return options_.timeout; }
+  bool on_device() const override { return options_.backend == "nccl"; }
 
   CommunicatorPtr open(const std::string& name, const std::vector<int>& members) override {
     return open(name, members, options_.backend == "nccl");
@@ -196,6 +197,11 @@ std::unique_ptr<Transport> make_c10d_over(const c10::IValue& group,
   c10d_options.rank = static_cast<int>(me - members.begin());
   c10d_options.size = static_cast<int>(members.size());
   c10d_options.timeout = options.timeout;
+#ifndef USE_C10D_NCCL
+  MT_CHECK_SUPPORTED(!options.on_device,
+                     "c10d: tensors on GPUs: this build has no CUDA; build with MTRAINING_CUDA=ON");
+#endif
+  if (options.on_device) c10d_options.backend = "nccl";
   return std::make_unique<C10dTransport>(
       c10d_options, c10::make_intrusive<c10d::PrefixStore>(concat("mtraining/", options.scope),
                                                            process_group->getStore()));

@@ -40,9 +40,11 @@ struct GroupTransportOptions {
       scope;  ///< the same on all members, and different from every other transport's of the group
   std::string master_addr;  ///< "": not known, so that Gloo looks the host's name up
   std::chrono::milliseconds timeout = std::chrono::minutes(10);
+  bool on_device =
+      false;  ///< tensors on GPUs: communicators are NCCL's, those for host memory Gloo's
 };
 /// `group`: a boxed c10d::ProcessGroup (torch.distributed's ProcessGroup.boxed()). Only its store, rank and size are used: every
-/// communicator that the transport opens is a Gloo group of its own. Local: the ranks meet at the first open. Errors:
+/// communicator that the transport opens is a group of its own. Local: the ranks meet at the first open. Errors:
 /// InvalidArgument naming members.
 std::unique_ptr<Transport> make_c10d_over(const c10::IValue& group,
                                           const GroupTransportOptions& options);

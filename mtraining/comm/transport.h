@@ -85,6 +85,8 @@ class Transport {
   virtual CommunicatorPtr open_host(const std::string& name, const std::vector<int>& members) {
     return open(name, members);
   }
+  /// Whether open()'s communicators take device memory.
+  virtual bool on_device() const { return false; }
   virtual std::chrono::milliseconds timeout() const = 0;
   /// Says that this rank gives up, so that ranks that wait fail within seconds with `cause` instead of their timeout. The first
   /// cause of the job is kept. Every later call on this rank's communicators fails. Never throws; local.

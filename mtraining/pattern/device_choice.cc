@@ -111,6 +111,8 @@ kernels::WindowParams observe(const LocalAttention& local, int64_t num_keys, con
   cuda::window_scan(p, m.scan, m.row_max);
   sum_over_ranks(group, m.row_max, outputs, comm::ElementType::kFloat32, comm::ReduceOp::kMax);
   cuda::window_row_sum(p, m.scan, m.row_max, m.row_sum, status);
+  // A key that is not finite is seen by the rank that has it.
+  sum_over_ranks(group, status, 1, comm::ElementType::kInt32, comm::ReduceOp::kMax);
   sum_over_ranks(group, m.row_sum, outputs, comm::ElementType::kInt64);
   return p;
 }

@@ -47,9 +47,9 @@ int64_t device_choice_bytes(const LocalAttention& local, const VerticalSlashOpti
 /// local.q, k, document_starts: device memory. k needs no padding: rows at and beyond num_keys do not exist. group: null on one
 /// rank. Collective over it. `num_keys`: rows of k that exist, at most layout->tokens_per_rank(). Launches: 11 on one rank.
 void build_vertical_slash_on_device(const LocalAttention& local, int64_t num_keys,
-                                    const VerticalSlashOptions& options, const DeviceLayout& layout,
-                                    comm::Communicator* group, void* workspace,
-                                    int64_t workspace_bytes, void* stream,
+                                    const VerticalSlashOptions& options, const DeviceRows& rows,
+                                    const DeviceLayout& layout, comm::Communicator* group,
+                                    void* workspace, int64_t workspace_bytes, void* stream,
                                     const DeviceIndex& index);
 
 int64_t device_recall_bytes(const LocalAttention& local, int64_t rows);

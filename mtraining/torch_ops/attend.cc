@@ -94,7 +94,8 @@ class Launch {
 void check_shapes(const at::Tensor& q, const at::Tensor& k, const at::Tensor* v) {
   MT_CHECK_ARG(q.dim() == 4 && q.size(0) >= 1 && q.size(1) >= 1 && q.size(2) >= 1 && q.size(3) >= 1,
                "q: expected [B, S, H, D] with none of them 0, got ", shape_text(q));
-  MT_CHECK_SUPPORTED(q.is_cpu(), "q: these kernels run on the CPU, got a tensor on ", q.device());
+  MT_CHECK_SUPPORTED(q.is_cpu() || q.is_cuda(),
+                     "q: expected a tensor on the CPU or a GPU, got one on ", q.device());
   attention::kernel_dtype(q, "q");
   MT_CHECK_ARG(k.dim() == 4, "k: expected [B=", q.size(0), ", S=", q.size(1), ", Hk, D=", q.size(3),
                "], got ", shape_text(k));

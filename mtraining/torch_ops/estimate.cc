@@ -94,6 +94,15 @@ pattern::VerticalSlashOptions make_options(double p_vertical, double p_slash, in
   return options;
 }
 
+pattern::VerticalSlashOptions recall_options(int64_t last_q, std::string_view window,
+                                             int64_t rows) {
+  pattern::VerticalSlashOptions options;
+  options.last_q = checked_int("last_q", last_q);
+  options.window = pattern::parse_window(window);
+  options.recall_rows = checked_int("recall_rows", rows);
+  return options;
+}
+
 IndexTensors build_index(const at::Tensor& q, const at::Tensor& k,
                          const at::Tensor& document_starts, double softmax_scale,
                          const pattern::VerticalSlashOptions& options) {
@@ -111,13 +120,9 @@ std::tuple<at::Tensor, at::Tensor> measure_recall(const at::Tensor& q, const at:
                                                   std::string_view window, int64_t rows,
                                                   int64_t seed) {
   const WholeSequence whole(q, k, document_starts, softmax_scale);
-  pattern::VerticalSlashOptions options;
-  options.last_q = checked_int("last_q", last_q);
-  options.window = pattern::parse_window(window);
-  options.recall_rows = checked_int("recall_rows", rows);
-  const pattern::Recall recall =
-      pattern::measure_recall(whole.local, options, from_tensors(index, q.size(1)), *whole.group,
-                              static_cast<uint64_t>(seed));
+  const pattern::Recall recall = pattern::measure_recall(
+      whole.local, recall_options(last_q, window, rows), from_tensors(index, q.size(1)),
+      *whole.group, static_cast<uint64_t>(seed));
   at::Tensor sampled = at::empty({q.size(0), q.size(2)}, at::kDouble);
   std::copy(recall.by_head.begin(), recall.by_head.end(), sampled.mutable_data_ptr<double>());
   return {at::full({q.size(0), q.size(2)}, recall.window, at::kDouble), sampled};

@@ -27,6 +27,9 @@ pattern::VerticalSlashOptions make_options(double p_vertical, double p_slash, in
                                            double dense_threshold, double recall_floor,
                                            int64_t recall_rows);
 
+/// What recall looks at: the window's rows, and `rows` others.
+pattern::VerticalSlashOptions recall_options(int64_t last_q, std::string_view window, int64_t rows);
+
 /// Shapes: q [B, S, H, D], k [B, S, Hk, D], document_starts [B, S] int32 or undefined.
 IndexTensors build_index(const at::Tensor& q, const at::Tensor& k,
                          const at::Tensor& document_starts, double softmax_scale,

@@ -1,6 +1,7 @@
 // Registration of everything that Python and TorchScript see as torch.ops.mtraining and torch.classes.mtraining.
 //
-// In:   loading this library. Out: schemas, CPU kernels, shapes (Meta), gradients (Autograd), the class Ring.
+// In:   loading this library. Out: schemas, kernels of the CPU and of a GPU where the build has them, shapes (Meta), gradients
+//       (Autograd), the class Ring.
 // Next: python/mtraining/ops.py and ring.py call them.
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/custom_function.h>
@@ -18,6 +19,9 @@
 #include "mtraining/torch_ops/errors.h"
 #include "mtraining/torch_ops/estimate.h"
 #include "mtraining/torch_ops/ring.h"
+#ifdef MT_WITH_CUDA
+#include "mtraining/torch_ops/device_ops.h"
+#endif
 
 namespace mtraining::torch_ops {
 namespace {
@@ -181,6 +185,110 @@ Tensor index_pairs_cpu(const Tensor& diagonals, const Tensor& num_diagonals, con
     return index_pairs({diagonals, num_diagonals, columns, num_columns, {}, {}}, seq_len);
   });
 }
+
+#ifdef MT_WITH_CUDA
+// ---------------------------------------------------------------- a GPU
+AttendResult attend_cuda(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& diagonals,
+                         const Tensor& num_diagonals, const Tensor& columns,
+                         const Tensor& num_columns, const MaybeTensor& document_starts,
+                         double softmax_scale) {
+  check_devices({"q", q}, {{"k", k},
+                           {"v", v},
+                           {"diagonals", diagonals},
+                           {"num_diagonals", num_diagonals},
+                           {"columns", columns},
+                           {"num_columns", num_columns},
+                           {"document_starts", or_undefined(document_starts)}});
+  return in_python_terms([&]() -> AttendResult {
+    const Attended result = attend_on_device(inputs_of(
+        q, k, v, diagonals, num_diagonals, columns, num_columns, document_starts, softmax_scale));
+    return {result.out, result.lse, result.out_residual};
+  });
+}
+
+Gradients attend_backward_cuda(const Tensor& dout, const Tensor& q, const Tensor& k,
+                               const Tensor& v, const Tensor& out, const Tensor& lse,
+                               const Tensor& out_residual, const Tensor& diagonals,
+                               const Tensor& num_diagonals, const Tensor& columns,
+                               const Tensor& num_columns, const MaybeTensor& document_starts,
+                               double softmax_scale) {
+  check_devices({"q", q}, {{"k", k},
+                           {"v", v},
+                           {"dout", dout},
+                           {"out", out},
+                           {"lse", lse},
+                           {"out_residual", out_residual},
+                           {"diagonals", diagonals},
+                           {"num_diagonals", num_diagonals},
+                           {"columns", columns},
+                           {"num_columns", num_columns},
+                           {"document_starts", or_undefined(document_starts)}});
+  return in_python_terms([&] {
+    return attend_backward_on_device(inputs_of(q, k, v, diagonals, num_diagonals, columns,
+                                               num_columns, document_starts, softmax_scale),
+                                     dout, {out, lse, out_residual});
+  });
+}
+
+BuiltIndex build_index_cuda(const Tensor& q, const Tensor& k, const MaybeTensor& document_starts,
+                            double softmax_scale, double p_vertical, double p_slash, int64_t last_q,
+                            std::string_view window, std::string_view slash_pooling,
+                            std::string_view selection, int64_t sink_tokens, int64_t local_blocks,
+                            std::optional<int64_t> max_columns,
+                            std::optional<int64_t> max_diagonals, double dense_threshold,
+                            double recall_floor, int64_t recall_rows) {
+  check_devices({"q", q}, {{"k", k}, {"document_starts", or_undefined(document_starts)}});
+  return in_python_terms([&]() -> BuiltIndex {
+    const IndexTensors index = build_index_on_device(
+        q, k, or_undefined(document_starts), softmax_scale,
+        make_options(p_vertical, p_slash, last_q, window, slash_pooling, selection, sink_tokens,
+                     local_blocks, max_columns, max_diagonals, dense_threshold, recall_floor,
+                     recall_rows));
+    return {index.diagonals,   index.num_diagonals, index.columns,
+            index.num_columns, index.dense_heads,   index.caps_hit};
+  });
+}
+
+Recalled recall_cuda(const Tensor& q, const Tensor& k, const Tensor& diagonals,
+                     const Tensor& num_diagonals, const Tensor& columns, const Tensor& num_columns,
+                     const MaybeTensor& document_starts, double softmax_scale, int64_t last_q,
+                     std::string_view window, int64_t rows, int64_t seed) {
+  check_devices({"q", q}, {{"k", k},
+                           {"diagonals", diagonals},
+                           {"num_diagonals", num_diagonals},
+                           {"columns", columns},
+                           {"num_columns", num_columns},
+                           {"document_starts", or_undefined(document_starts)}});
+  return in_python_terms([&] {
+    return measure_recall_on_device(q, k, {diagonals, num_diagonals, columns, num_columns, {}, {}},
+                                    or_undefined(document_starts), softmax_scale,
+                                    recall_options(last_q, window, rows), seed);
+  });
+}
+
+Tensor index_mask_cuda(const Tensor& diagonals, const Tensor& num_diagonals, const Tensor& columns,
+                       const Tensor& num_columns, const MaybeTensor& document_starts,
+                       int64_t seq_len) {
+  check_devices({"diagonals", diagonals}, {{"num_diagonals", num_diagonals},
+                                           {"columns", columns},
+                                           {"num_columns", num_columns},
+                                           {"document_starts", or_undefined(document_starts)}});
+  return in_python_terms([&] {
+    return index_mask_on_device({diagonals, num_diagonals, columns, num_columns, {}, {}},
+                                or_undefined(document_starts), seq_len);
+  });
+}
+
+Tensor index_pairs_cuda(const Tensor& diagonals, const Tensor& num_diagonals, const Tensor& columns,
+                        const Tensor& num_columns, int64_t seq_len) {
+  check_devices(
+      {"diagonals", diagonals},
+      {{"num_diagonals", num_diagonals}, {"columns", columns}, {"num_columns", num_columns}});
+  return in_python_terms([&] {
+    return index_pairs_on_device({diagonals, num_diagonals, columns, num_columns, {}, {}}, seq_len);
+  });
+}
+#endif  // MT_WITH_CUDA
 
 // ---------------------------------------------------------------- shapes
 at::ScalarType state_of(const Tensor& q) {
@@ -394,7 +502,8 @@ c10::intrusive_ptr<Ring> open_ring(const c10::IValue& group, std::vector<int64_t
                                    int64_t nodes, int64_t seq_len, std::string layout,
                                    int64_t stripe, std::string ring, std::string inner,
                                    int64_t ring_stride, int64_t prefetch_steps, std::string columns,
-                                   std::string gradient_transport, bool deterministic) {
+                                   std::string gradient_transport, bool deterministic,
+                                   bool on_device) {
   RingShape shape;
   shape.members = std::move(members);
   shape.scope = std::move(scope);
@@ -411,6 +520,7 @@ c10::intrusive_ptr<Ring> open_ring(const c10::IValue& group, std::vector<int64_t
   shape.columns = std::move(columns);
   shape.gradient_transport = std::move(gradient_transport);
   shape.deterministic = deterministic;
+  shape.on_device = on_device;
   return c10::make_intrusive<Ring>(group, shape);
 }
 
@@ -497,6 +607,17 @@ TORCH_LIBRARY_IMPL(mtraining, CPU, m) {
   m.impl("index_mask", &index_mask_cpu);
   m.impl("index_pairs", &index_pairs_cpu);
 }
+
+#ifdef MT_WITH_CUDA
+TORCH_LIBRARY_IMPL(mtraining, CUDA, m) {
+  m.impl("build_index", &build_index_cuda);
+  m.impl("attend", &attend_cuda);
+  m.impl("attend_backward", &attend_backward_cuda);
+  m.impl("recall", &recall_cuda);
+  m.impl("index_mask", &index_mask_cuda);
+  m.impl("index_pairs", &index_pairs_cuda);
+}
+#endif
 
 TORCH_LIBRARY_IMPL(mtraining, Meta, m) {
   m.impl("build_index", &build_index_meta);

@@ -59,6 +59,7 @@ Ring::Ring(const c10::IValue& group, const RingShape& shape) {
     transport.scope = shape.scope;
     transport.master_addr = shape.master_addr;
     transport.timeout = std::chrono::milliseconds(shape.timeout_ms);
+    transport.on_device = shape.on_device;
     open_->transport = comm::make_c10d_over(group, transport);
     try {
       open_->context =
@@ -88,8 +89,8 @@ std::tuple<at::Tensor, at::Tensor, std::vector<at::Tensor>> Ring::attend(
       if (options) call.pattern.vertical_slash = *options;
       if (!index.empty()) {
         MT_CHECK_ARG(index.size() == 4, "index: expected 4 tensors, got ", index.size());
-        call.index = std::make_shared<const index::Index>(
-            from_tensors({index[0], index[1], index[2], index[3], {}, {}}, seq_len));
+        call.index = std::make_shared<const index::Index>(from_tensors(
+            {index[0].cpu(), index[1].cpu(), index[2].cpu(), index[3].cpu(), {}, {}}, seq_len));
       }
       check_agreement(call_values(q, k, document_starts, softmax_scale, options, call.index.get()),
                       open_->context->index_group());
@@ -102,6 +103,7 @@ std::tuple<at::Tensor, at::Tensor, std::vector<at::Tensor>> Ring::attend(
                        std::max<int64_t>(output.index->columns.capacity, 1));
         used = {tensors.diagonals,   tensors.num_diagonals, tensors.columns,
                 tensors.num_columns, tensors.dense_heads,   tensors.caps_hit};
+        for (at::Tensor& tensor : used) tensor = tensor.to(q.device());
       }
       return {output.out, output.lse, used};
     } catch (const std::exception& e) {

@@ -29,6 +29,7 @@ struct RingShape {
   int64_t seq_len = 0, stripe = 64, ring_stride = 1, prefetch_steps = 2;
   std::string layout, ring, inner, columns, gradient_transport;
   bool deterministic = true;
+  bool on_device = false;  ///< shards in GPUs' memory
 };
 
 class Ring : public torch::CustomClassHolder {

@@ -112,10 +112,10 @@ class Index:
     def _block_shares(self, head: int, sample: int) -> torch.Tensor:
         """float32 [NB, NB] by query block and key block; never S x S."""
         blocks = (self.seq_len + 63) // 64
-        columns = self.columns[sample, head, : self.num_columns[sample, head]].long()
+        columns = self.columns[sample, head, : self.num_columns[sample, head]].long().cpu()
         by_block = torch.bincount(columns // 64, minlength=blocks).float() / 64
         image = by_block.expand(blocks, blocks).tril().clone()
         distance = torch.arange(blocks)[:, None] - torch.arange(blocks)
-        chosen = self.diagonals[sample, head, : self.num_diagonals[sample, head]].long()
+        chosen = self.diagonals[sample, head, : self.num_diagonals[sample, head]].long().cpu()
         image[torch.isin(distance, chosen)] = 1.0
         return image

@@ -18,13 +18,14 @@ def build_index(
     """Chooses which pairs to compute. No gradient flows through the choice.
 
     Args:
-        q: [B, S, H, D]; k: [B, S, Hk, D], after rotary embedding; bf16, fp16, float32 (float64 on the CPU), any strides, any
-            S >= 1. Query head h reads key/value head h // (H // Hk).
+        q: [B, S, H, D]; k: [B, S, Hk, D], after rotary embedding; any strides, any S >= 1; bf16, fp16, float32, float64 on the
+            CPU; bf16, fp16 with D 64 or 128 on a GPU. Query head h reads key/value head h // (H // Hk).
         pattern: VerticalSlash or Dense; None: VerticalSlash().
         softmax_scale: None: 1 / sqrt(D).
         document_starts: int [B, S] or [S]: position of the first token of each token's document; None: one document.
 
-    Returns: an Index on q's device. Cost: 6 * last_q * S * D * H flops.
+    Returns: an Index on q's device. Cost: 6 * last_q * S * D * H flops (4 on a GPU). On a GPU the host does not wait, except with
+    document_starts; values that are not finite are then not reported, they count as no attention.
     Errors: ValueError (shapes, dtypes, NaN or values from 2^50 on in k or in the observed rows of q), NotImplementedError
     (device, dtype), each naming the input, what was expected and got.
     Source: MTraining, arXiv 2510.18830, Algorithm 1.
@@ -58,7 +59,9 @@ def attend(
 
     Returns: (out, lse): out [B, S, H, D] in q's dtype; lse [B, H, S] float32 (float64 for float64), natural logarithm, not
     differentiable. A row without a pair: out = 0, lse = -inf. Sums are float32 inside (float64 for float64).
-    Cost: 4 * D flops a pair forward, 10 * D backward. Deterministic on the CPU.
+    Cost: 4 * D flops a pair forward, 10 * D backward. Deterministic on the CPU; on a GPU where
+    torch.use_deterministic_algorithms is on. On a GPU everything is ordered on the current stream, and the host does not wait
+    unless the columns' capacity (the pattern's max_columns bounds it) would take more than 1 GiB of copies.
     Errors: ValueError, NotImplementedError as above; NotImplementedError for a second derivative.
     Source: MTraining, arXiv 2510.18830, section 3.2: the gradient is exactly as sparse as the attention.
     """
@@ -92,11 +95,14 @@ def sparse_attention(
     Returns: out [B, S, H, D]; with return_lse and return_index a tuple (out[, lse][, index]) of what was asked for, in this order.
     """
     check_tensors(q=q, k=k, v=v)
+    only_out = not (return_lse or return_index)
+    if only_out and document_starts is None and isinstance(pattern, Dense) and q.is_cuda:
+        return _dense_on_gpu(q, k, v, softmax_scale)
     index = build_index(
         q, k, pattern=pattern, softmax_scale=softmax_scale, document_starts=document_starts
     )
     out, lse = attend(q, k, v, index)
-    if not (return_lse or return_index):
+    if only_out:
         return out
     return (out, *([lse] if return_lse else []), *([index] if return_index else []))
 
@@ -146,6 +152,27 @@ def _check_device(q: torch.Tensor) -> None:
         raise NotImplementedError("q: this build has no CUDA operators, got a tensor on cuda")
     if kind not in ("cpu", "cuda", "meta"):
         raise NotImplementedError(f"q: expected a tensor on cpu or cuda, got one on {kind}")
+
+
+def _dense_on_gpu(q, k, v, softmax_scale) -> torch.Tensor:
+    """Every causal pair of one document: torch's own kernels are as exact and quicker."""
+    if (
+        q.dim() != 4
+        or k.dim() != 4
+        or k.shape != v.shape
+        or k.shape[2] == 0
+        or q.shape[2] % k.shape[2]
+    ):
+        raise ValueError(
+            f"q, k, v: expected [B, S, H, D] and twice [B, S, Hk, D] with Hk a divisor of H, got "
+            f"{list(q.shape)}, {list(k.shape)}, {list(v.shape)}"
+        )
+    scale = as_scale(softmax_scale) or None
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    out = torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+    )
+    return out.transpose(1, 2)
 
 
 def _dense_index(q: torch.Tensor, documents: torch.Tensor | None, scale: float) -> Index:

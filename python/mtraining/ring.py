@@ -52,6 +52,7 @@ class _GroupRings:
             shape["columns"],
             shape["gradient_transport"],
             shape["deterministic"],
+            shape["on_device"],
         )
         if len(self.rings) >= MAX_OPEN_RINGS:
             _, oldest = self.rings.popitem(last=False)
@@ -132,14 +133,15 @@ def ring_attention(
     ranks = ranks_of(device_mesh if device_mesh is not None else group)
     if q.dim() != 4:
         raise ValueError(f"q: expected [B, S_local, H, D], got {list(q.shape)}")
-    if q.device.type != "cpu":
-        raise NotImplementedError(f"q: expected a tensor on cpu, got one on {q.device}")
+    if q.device.type not in ("cpu", "cuda"):
+        raise NotImplementedError(f"q: expected a tensor on cpu or cuda, got one on {q.device}")
     if seq_len is None:
         if document_starts is not None:
             check_tensors(document_starts=document_starts)
         whole = document_starts.shape[-1] if document_starts is not None else None
         seq_len = whole if whole is not None else q.shape[1] * ranks.cp_size
     documents = as_document_starts(document_starts, q.shape[0], seq_len)
+    documents = None if documents is None else documents.cpu()
     ring = ring or ("hierarchical" if ranks.nodes > 1 else "flat")
     if ring == "flat" and ranks.nodes > 1 and layout == "block_striped":
         # shard() numbers stripes node by node over such a mesh, a flat ring rank by rank.
@@ -162,6 +164,7 @@ def ring_attention(
         columns=columns,
         gradient_transport=gradient_transport,
         deterministic=deterministic,
+        on_device=q.is_cuda,
     )
     try:
         if index is not None:

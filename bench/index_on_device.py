@@ -1,0 +1,119 @@
+"""Times choosing an index on a GPU and attention over it: one JSON object a line.
+
+python bench/index_on_device.py [--lengths 32768 131072] [--heads 16 --kv-heads 2 --head-dim 128]
+
+index_ms: build_index, median of CUDA events over `--repeats`; host_us: time of the call itself, the device idle; attend_ms: forward
+over that index; index_bytes: memory beyond q and k that build_index had at its peak.
+"""
+
+import argparse
+import json
+import statistics
+import time
+
+import torch
+
+import mtraining
+
+
+def structured(seq_len, heads, kv_heads, head_dim):
+    """q, k of truly sparse attention: shared means under rotary embedding, some keys that all like, noise."""
+    random = torch.Generator("cuda").manual_seed(1)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=random, device="cuda")
+
+    half = head_dim // 2
+    step = 1e4 ** (-torch.arange(half, device="cuda") / half)
+    angle = torch.arange(seq_len, device="cuda")[:, None] * step
+    cos, sin = angle.cos()[:, None], angle.sin()[:, None]
+
+    def rotate(x):
+        a, b = x[..., :half], x[..., half:]
+        return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
+
+    mean = 1.5 * normal(1, 1, 1, head_dim)
+    q = rotate(mean + 0.5 * normal(1, seq_len, heads, head_dim))
+    k = rotate(mean + 0.5 * normal(1, seq_len, kv_heads, head_dim))
+    liked = torch.randperm(seq_len, generator=random, device="cuda")[: seq_len // 50]
+    k[:, liked] += 0.5 * q.mean((1, 2), keepdim=True)
+    v = normal(1, seq_len, kv_heads, head_dim)
+    return [x.bfloat16() for x in (q, k, v)]
+
+
+def median_ms(call, repeats):
+    for _ in range(3):
+        call()
+    times = []
+    for _ in range(repeats):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        call()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end))
+    return statistics.median(times), min(times), max(times)
+
+
+def host_us(call, repeats):
+    times = []
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        call()
+        times.append(1e6 * (time.perf_counter() - begin))
+    return statistics.median(times)
+
+
+def measure(seq_len, pattern, options):
+    """The line of one length, as a dict."""
+    q, k, v = structured(seq_len, options.heads, options.kv_heads, options.head_dim)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    index = mtraining.build_index(q, k, pattern=pattern)
+    peak = torch.cuda.max_memory_allocated() - before
+    index_ms, fastest, slowest = median_ms(
+        lambda: mtraining.build_index(q, k, pattern=pattern), options.repeats
+    )
+    with torch.no_grad():
+        attend_ms, _, _ = median_ms(lambda: mtraining.attend(q, k, v, index), 7)
+        attend_host = host_us(lambda: mtraining.attend(q, k, v, index), options.repeats)
+    index_host = host_us(lambda: mtraining.build_index(q, k, pattern=pattern), options.repeats)
+    return {
+        "case": "index on a GPU",
+        "device": torch.cuda.get_device_name(),
+        "seq_len": seq_len,
+        "heads": [options.heads, options.kv_heads],
+        "head_dim": options.head_dim,
+        "p": options.p,
+        "density": round(index.density(), 4),
+        "columns": round(index.num_columns.float().mean().item(), 1),
+        "diagonals": round(index.num_diagonals.float().mean().item(), 1),
+        "index_ms": round(index_ms, 4),
+        "index_ms_range": [round(fastest, 4), round(slowest, 4)],
+        "index_host_us": round(index_host, 1),
+        "index_bytes": peak,
+        "attend_ms": round(attend_ms, 3),
+        "attend_host_us": round(attend_host, 1),
+    }
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[32768, 131072])
+    parser.add_argument("--heads", type=int, default=16)
+    parser.add_argument("--kv-heads", type=int, default=2)
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--p", type=float, default=0.9)
+    parser.add_argument("--max-columns", type=int, default=None)
+    parser.add_argument("--repeats", type=int, default=20)
+    options = parser.parse_args()
+    pattern = mtraining.VerticalSlash(
+        p_vertical=options.p, p_slash=options.p, max_columns=options.max_columns
+    )
+    for seq_len in options.lengths:
+        print(json.dumps(measure(seq_len, pattern, options)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,481 @@
+#include "mtraining/torch_ops/device_ops.h"
+
+#include <ATen/ATen.h>
+#include <c10/core/DeviceGuard.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <vector>
+
+#include "mtraining/attention/tensors.h"
+#include "mtraining/base/check.h"
+#include "mtraining/kernels/launch.h"
+#include "mtraining/kernels/pattern_cuda/lists.h"
+#include "mtraining/kernels/rounding_cuda/rounding.h"
+#include "mtraining/kernels/window.h"
+#include "mtraining/layout/layout.h"
+#include "mtraining/pattern/device_choice.h"
+#include "mtraining/pattern/observation.h"
+
+namespace mtraining::torch_ops {
+namespace {
+
+namespace cuda = kernels::pattern_cuda;
+using attention::check_tensor;
+using attention::const_view;
+using attention::current_stream;
+
+at::Tensor aligned(const at::Tensor& tensor) {
+  return attention::rows_are_aligned(tensor) ? tensor : tensor.contiguous();
+}
+at::Tensor bytes_on(at::Device device, int64_t bytes) {
+  return at::empty({std::max<int64_t>(bytes, 256)},
+                   at::TensorOptions().dtype(at::kByte).device(device));
+}
+at::TensorOptions ints_on(at::Device device) {
+  return at::TensorOptions().dtype(at::kInt).device(device);
+}
+int64_t blocks_of(int64_t seq_len) { return (seq_len + layout::kBlock - 1) / layout::kBlock; }
+
+/// Contiguous, of the right shape and device; values are not looked at.
+at::Tensor shaped_document_starts(const at::Tensor& document_starts, int64_t batch, int64_t seq_len,
+                                  at::Device device) {
+  if (!document_starts.defined()) return {};
+  check_tensor("document_starts", document_starts, {{"B", batch}, {"S", seq_len}}, at::kInt,
+               device);
+  return document_starts.contiguous();
+}
+
+// ---------------------------------------------------------------- lists
+/// The lists of an index in device memory and their bits.
+class ListsOnDevice {
+ public:
+  ListsOnDevice(const IndexTensors& tensors, int64_t batch, int64_t heads, int64_t seq_len,
+                at::Device device)
+      : rows_(batch * heads), seq_len_(seq_len) {
+    const auto check = [&](const char* name, const at::Tensor& values, const char* counts_name,
+                           const at::Tensor& counts) {
+      MT_CHECK_ARG(values.dim() == 3, name, ": expected [B, H, capacity] int32, got ",
+                   attention::shape_text(values));
+      check_tensor(name, values, {{"B", batch}, {"H", heads}, {"capacity", values.size(2)}},
+                   at::kInt, device);
+      check_tensor(counts_name, counts, {{"B", batch}, {"H", heads}}, at::kInt, device);
+    };
+    check("diagonals", tensors.diagonals, "num_diagonals", tensors.num_diagonals);
+    check("columns", tensors.columns, "num_columns", tensors.num_columns);
+    diagonals_ = tensors.diagonals.contiguous();
+    num_diagonals_ = tensors.num_diagonals.contiguous();
+    columns_ = tensors.columns.contiguous();
+    num_columns_ = tensors.num_columns.contiguous();
+    diagonal_bits_ = at::empty({rows_, diagonal_words()}, ints_on(device).dtype(at::kLong));
+    column_bits_ = at::empty({rows_, (seq_len + 31) / 32}, ints_on(device));
+    cuda::IndexLists lists;
+    lists.diagonals = diagonals_.data_ptr<int32_t>();
+    lists.num_diagonals = num_diagonals_.data_ptr<int32_t>();
+    lists.diagonal_capacity = diagonals_.size(2);
+    lists.columns = columns_.data_ptr<int32_t>();
+    lists.num_columns = num_columns_.data_ptr<int32_t>();
+    lists.column_capacity = columns_.size(2);
+    cuda::bits_of_lists(lists, rows_, seq_len, bits(), current_stream(device));
+  }
+
+  cuda::IndexBits bits() const {
+    return {reinterpret_cast<uint64_t*>(diagonal_bits_.data_ptr<int64_t>()),
+            reinterpret_cast<uint32_t*>(column_bits_.data_ptr<int32_t>())};
+  }
+  /// Of the samples' rows from `row` on.
+  cuda::IndexBits bits_from(int64_t row) const {
+    return {bits().diagonals + row * diagonal_words(),
+            bits().columns + row * ((seq_len_ + 31) / 32)};
+  }
+  int64_t rows() const { return rows_; }
+  int64_t diagonal_words() const { return (blocks_of(seq_len_) + 63) / 64; }
+  const at::Tensor& num_columns() const { return num_columns_; }
+  int64_t column_capacity() const { return std::min(columns_.size(2), seq_len_); }
+
+ private:
+  int64_t rows_, seq_len_;
+  at::Tensor diagonals_, num_diagonals_, columns_, num_columns_, diagonal_bits_, column_bits_;
+};
+
+// ---------------------------------------------------------------- attention
+/// What the kernels read of one call, and the memory behind it: one shard, the whole sequence.
+class LaunchOnDevice {
+ public:
+  LaunchOnDevice(const AttendInputs& inputs, kernels::Direction direction)
+      : guard_(inputs.q.device()), q_(inputs.q), k_(inputs.k), v_(inputs.v) {
+    check_shapes(q_, k_, &v_);
+    const int64_t batch = q_.size(0), seq_len = q_.size(1), heads = q_.size(2);
+    const at::Device device = q_.device();
+    MT_CHECK_ARG(inputs.index.diagonals.dim() == 3 && inputs.index.diagonals.size(0) == batch &&
+                     inputs.index.diagonals.size(1) == heads,
+                 "index: expected B=", batch, ", H=", heads, " as q has, got ",
+                 attention::shape_text(inputs.index.diagonals));
+    documents_ = shaped_document_starts(inputs.document_starts, batch, seq_len, device);
+    kernels::Request request;
+    request.direction = direction;
+    request.device = kernels::current_cuda_device();
+    request.dtype = attention::kernel_dtype(q_, "q");
+    request.head_dim = q_.size(3);
+    request.columns = true;
+    backend_ = kernels::choose(request).backend;
+    q_ = aligned(q_);
+    k_ = aligned(k_);
+    v_ = aligned(v_);
+    stream_ = current_stream(device);
+
+    const ListsOnDevice lists(inputs.index, batch, heads, seq_len, device);
+    const int64_t rows = lists.rows(), blocks = blocks_of(seq_len);
+    block_starts_ = at::empty({blocks}, ints_on(device));
+    cuda::write_positions(seq_len, 0, false, nullptr, blocks, block_starts_.data_ptr<int32_t>(),
+                          stream_);
+    entries_ = at::empty({rows, blocks, 2}, ints_on(device));
+    counts_ = at::empty({2, rows}, ints_on(device));
+    cuda::EntriesParams entries;
+    entries.rows = rows;
+    entries.num_blocks = blocks;
+    entries.diagonal_bits = lists.bits().diagonals;
+    entries.blocks_per_stripe = blocks;  // one stripe: lambda 0, delta the diagonal
+    entries.capacity = blocks;
+    entries.entries = reinterpret_cast<kernels::Entry*>(entries_.data_ptr<int32_t>());
+    entries.num_entries = counts_.data_ptr<int32_t>();
+    entries.stream = stream_;
+    cuda::write_entries(entries);
+
+    int64_t capacity = lists.column_capacity();
+    if (4 * rows * capacity * q_.size(3) > kMaxGatherBytes)
+      capacity = std::clamp<int64_t>(lists.num_columns().max().item<int32_t>(), 0, capacity);
+    columns_ = at::empty({2, rows, capacity}, ints_on(device));
+    if (capacity > 0) {
+      cuda::ShardColumnsParams columns;
+      columns.rows = rows;
+      columns.seq_len = seq_len;
+      columns.column_bits = lists.bits().columns;
+      columns.capacity = capacity;
+      columns.key_rows = columns_.data_ptr<int32_t>();
+      columns.positions = columns_.data_ptr<int32_t>() + rows * capacity;
+      columns.counts = counts_.data_ptr<int32_t>() + rows;
+      columns.stream = stream_;
+      cuda::write_shard_columns(columns);
+      source_.columns = {columns.key_rows, columns.positions, columns.counts, capacity};
+    }
+    diagonal_bits_ = lists;  // the bitmap lives as long as the launch
+
+    source_.k = const_view(k_);
+    source_.v = const_view(v_);
+    source_.num_keys = seq_len;
+    source_.block_starts = block_starts_.const_data_ptr<int32_t>();
+    source_.blocks.kind = kernels::BlockListKind::kEntries;
+    source_.blocks.entries = entries.entries;
+    source_.blocks.num_entries = entries.num_entries;
+    source_.blocks.capacity = blocks;
+    source_.blocks.blocks_per_stripe = blocks;
+
+    params_.batch = batch;
+    params_.num_queries = seq_len;
+    params_.num_q_heads = heads;
+    params_.num_kv_heads = k_.size(2);
+    params_.head_dim = q_.size(3);
+    params_.dtype = request.dtype;
+    params_.softmax_scale = checked_scale(inputs.softmax_scale, q_.size(3));
+    params_.seq_len = seq_len;
+    params_.q = const_view(q_);
+    params_.q_block_starts = block_starts_.const_data_ptr<int32_t>();
+    if (documents_.defined()) {
+      params_.document_start = documents_.const_data_ptr<int32_t>();
+      params_.document_stride_batch = documents_.stride(0);
+    }
+    params_.sources = &source_;
+    params_.num_sources = 1;
+    params_.diagonal_bits = lists.bits().diagonals;
+    params_.diagonal_words = lists.diagonal_words();
+    params_.stream = stream_;
+  }
+  LaunchOnDevice(const LaunchOnDevice&) = delete;
+  LaunchOnDevice& operator=(const LaunchOnDevice&) = delete;
+
+  template <typename Params>
+  void fill(Params& params) const {
+    static_cast<kernels::AttentionParams&>(params) = params_;
+  }
+  /// Called last: how much it is depends on all else.
+  template <typename Params>
+  at::Tensor give_workspace(Params& params) const {
+    const int64_t bytes = kernels::workspace_bytes(backend_, params);
+    at::Tensor workspace = bytes_on(q_.device(), bytes);
+    params.workspace = workspace.data_ptr();
+    params.workspace_bytes = workspace.numel();
+    return workspace;
+  }
+  kernels::KeySource& source() { return source_; }
+  kernels::Backend backend() const { return backend_; }
+  void* stream() const { return stream_; }
+
+ private:
+  c10::DeviceGuard guard_;
+  at::Tensor q_, k_, v_, documents_;
+  kernels::Backend backend_ = kernels::Backend::kRef;
+  void* stream_ = nullptr;
+  at::Tensor block_starts_, entries_, counts_, columns_;
+  std::optional<ListsOnDevice> diagonal_bits_;
+  kernels::KeySource source_;
+  kernels::AttentionParams params_;
+};
+
+// ---------------------------------------------------------------- estimation
+/// A whole sequence on one device, and the memory that it is seen through.
+struct SequenceOnDevice {
+  SequenceOnDevice(const at::Tensor& given_q, const at::Tensor& given_k,
+                   const at::Tensor& document_starts, double softmax_scale)
+      : guard(given_q.device()) {
+    check_shapes(given_q, given_k, nullptr);
+    const int64_t seq_len = given_q.size(1);
+    layout.emplace(
+        layout::LayoutOptions{.kind = layout::LayoutKind::kContiguous, .seq_len = seq_len});
+    documents = shaped_document_starts(document_starts, given_q.size(0), seq_len, given_q.device());
+    q = aligned(given_q.detach());
+    k = aligned(given_k.detach());
+    stream = current_stream(q.device());
+    local.layout = &*layout;
+    local.batch = q.size(0);
+    local.num_q_heads = q.size(2);
+    local.num_kv_heads = k.size(2);
+    local.head_dim = q.size(3);
+    local.dtype = attention::kernel_dtype(q, "q");
+    local.softmax_scale = checked_scale(softmax_scale, q.size(3));
+    local.q = const_view(q);
+    local.k = const_view(k);
+    if (documents.defined()) {
+      local.document_starts = documents.const_data_ptr<int32_t>();
+      host_documents = checked_document_starts(documents.cpu(), q.size(0), seq_len);
+    }
+    block_starts = at::empty({blocks_of(seq_len)}, ints_on(q.device()));
+    on_device.block_starts = block_starts.const_data_ptr<int32_t>();
+    cuda::write_positions(seq_len, 0, false, nullptr, block_starts.numel(),
+                          block_starts.data_ptr<int32_t>(), stream);
+  }
+
+  /// Samples that are built together: all of them, or one where each has a window of its own.
+  int64_t parts(const pattern::VerticalSlashOptions& options) const {
+    return pattern::has_windows_by_sample(local, options) ? local.batch : 1;
+  }
+  pattern::LocalAttention part(int64_t b, int64_t of) const {
+    return of == 1 ? local : pattern::sample_of(local, b);
+  }
+  std::vector<int32_t> window(const pattern::VerticalSlashOptions& options, int64_t b) const {
+    return pattern::window_positions(options, q.size(1),
+                                     host_documents.defined()
+                                         ? host_documents.const_data_ptr<int32_t>() + b * q.size(1)
+                                         : nullptr);
+  }
+  /// From host memory, copied while the host goes on.
+  at::Tensor upload(const std::vector<int32_t>& positions) const {
+    at::Tensor pinned = at::empty({static_cast<int64_t>(positions.size())},
+                                  at::TensorOptions().dtype(at::kInt).pinned_memory(true));
+    std::copy(positions.begin(), positions.end(), pinned.mutable_data_ptr<int32_t>());
+    return pinned.to(q.device(), /*non_blocking=*/true);
+  }
+  /// The window's rows; `memory` keeps them.
+  pattern::DeviceRows window_rows(const pattern::VerticalSlashOptions& options, int64_t b,
+                                  at::Tensor& memory) const {
+    const bool last = options.window == pattern::Window::kLast;
+    if (documents.defined() && last) {
+      memory = upload(window(options, b));
+      return {memory.const_data_ptr<int32_t>(), memory.numel(), false};
+    }
+    const int64_t rows = std::min<int64_t>(options.last_q, q.size(1));
+    memory = at::empty({rows}, ints_on(q.device()));
+    cuda::write_positions(q.size(1), rows, !last, memory.data_ptr<int32_t>(), 0, nullptr, stream);
+    return {memory.const_data_ptr<int32_t>(), rows, last};
+  }
+
+  c10::DeviceGuard guard;
+  std::optional<layout::Layout> layout;
+  at::Tensor q, k, documents, host_documents, block_starts;
+  pattern::LocalAttention local;
+  pattern::DeviceLayout on_device;
+  void* stream = nullptr;
+};
+
+}  // namespace
+
+IndexTensors build_index_on_device(const at::Tensor& q, const at::Tensor& k,
+                                   const at::Tensor& document_starts, double softmax_scale,
+                                   const pattern::VerticalSlashOptions& options) {
+  const SequenceOnDevice whole(q, k, document_starts, softmax_scale);
+  pattern::check_device_choice(whole.local, options);
+  const int64_t batch = q.size(0), seq_len = q.size(1), heads = q.size(2);
+  const at::Device device = q.device();
+  const at::TensorOptions ints = ints_on(device);
+  IndexTensors index;
+  index.diagonals = at::empty({batch, heads, diagonal_capacity(seq_len)}, ints);
+  index.columns =
+      at::empty({batch, heads, column_capacity(seq_len, options, document_starts.defined())}, ints);
+  index.num_diagonals = at::empty({batch, heads}, ints);
+  index.num_columns = at::empty({batch, heads}, ints);
+  index.dense_heads = at::empty({batch, heads}, ints.dtype(at::kBool));
+  const int64_t parts = whole.parts(options);
+  at::Tensor caps_hit = at::empty({parts}, ints.dtype(at::kLong));
+  at::Tensor diagonal_bits =
+      at::empty({batch * heads, (blocks_of(seq_len) + 63) / 64}, ints.dtype(at::kLong));
+  at::Tensor column_bits = at::empty({batch * heads, (seq_len + 31) / 32}, ints);
+  at::Tensor status = at::empty({1}, ints);
+  for (int64_t b = 0; b < parts; ++b) {
+    const pattern::LocalAttention part = whole.part(b, parts);
+    const int64_t row = b * heads;
+    at::Tensor row_memory;
+    const pattern::DeviceRows rows = whole.window_rows(options, b, row_memory);
+    at::Tensor workspace =
+        bytes_on(device, pattern::device_choice_bytes(part, options, rows.count));
+    pattern::DeviceIndex out;
+    out.lists.diagonals = index.diagonals.data_ptr<int32_t>() + row * index.diagonals.size(2);
+    out.lists.num_diagonals = index.num_diagonals.data_ptr<int32_t>() + row;
+    out.lists.columns = index.columns.data_ptr<int32_t>() + row * index.columns.size(2);
+    out.lists.num_columns = index.num_columns.data_ptr<int32_t>() + row;
+    out.lists.diagonal_capacity = index.diagonals.size(2);
+    out.lists.column_capacity = index.columns.size(2);
+    out.bits.diagonals = reinterpret_cast<uint64_t*>(diagonal_bits.data_ptr<int64_t>()) +
+                         row * diagonal_bits.size(1);
+    out.bits.columns =
+        reinterpret_cast<uint32_t*>(column_bits.data_ptr<int32_t>()) + row * column_bits.size(1);
+    out.dense_heads = reinterpret_cast<uint8_t*>(index.dense_heads.data_ptr<bool>()) + row;
+    out.caps_hit = caps_hit.data_ptr<int64_t>() + b;
+    out.status = status.data_ptr<int32_t>();
+    pattern::build_vertical_slash_on_device(part, seq_len, options, rows, whole.on_device, nullptr,
+                                            workspace.data_ptr(), workspace.numel(), whole.stream,
+                                            out);
+  }
+  index.caps_hit = parts == 1 ? caps_hit.view({}) : caps_hit.sum();
+  return index;
+}
+
+Attended attend_on_device(const AttendInputs& inputs) {
+  LaunchOnDevice launch(inputs, kernels::Direction::kForward);
+  const at::Tensor& q = inputs.q;
+  const at::TensorOptions held = q.options().dtype(at::kFloat);
+  at::Tensor out = at::empty(q.sizes(), held);
+  at::Tensor lse = at::empty({q.size(0), q.size(2), q.size(1)}, held);
+  kernels::ForwardParams params;
+  launch.fill(params);
+  params.out = attention::view(out);
+  params.lse = lse.mutable_data_ptr();
+  const at::Tensor workspace = launch.give_workspace(params);
+  kernels::forward(launch.backend(), params);
+  at::Tensor rounded = at::empty(q.sizes(), q.options()),
+             residual = at::empty(q.sizes(), q.options());
+  kernels::rounding_cuda::split(out.const_data_ptr<float>(), out.numel(), params.dtype,
+                                rounded.mutable_data_ptr(), residual.mutable_data_ptr(),
+                                launch.stream());
+  return {rounded, lse, residual};
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> attend_backward_on_device(const AttendInputs& inputs,
+                                                                         const at::Tensor& dout,
+                                                                         const Attended& attended) {
+  LaunchOnDevice launch(inputs, kernels::Direction::kBackward);
+  const at::Tensor& q = inputs.q;
+  const at::ScalarType dtype = q.scalar_type();
+  const attention::NamedSizes rows = {
+      {"B", q.size(0)}, {"S", q.size(1)}, {"H", q.size(2)}, {"D", q.size(3)}};
+  check_tensor("dout", dout, rows, dtype, q.device());
+  check_tensor("out", attended.out, rows, dtype, q.device());
+  check_tensor("out_residual", attended.out_residual, rows, dtype, q.device());
+  check_tensor("lse", attended.lse, {{"B", q.size(0)}, {"H", q.size(2)}, {"S", q.size(1)}},
+               at::kFloat, q.device());
+  const at::TensorOptions held = q.options().dtype(at::kFloat);
+  at::Tensor dq = at::zeros(q.sizes(), held);
+  at::Tensor dk = at::zeros(inputs.k.sizes(), held), dv = at::zeros(inputs.k.sizes(), held);
+  const at::Tensor dout_rows = aligned(dout), lse_rows = attended.lse.contiguous();
+  const at::Tensor rounded = attended.out.contiguous(),
+                   residual = attended.out_residual.contiguous();
+  at::Tensor out = at::empty(q.sizes(), held);
+  kernels::rounding_cuda::join(rounded.const_data_ptr(), residual.const_data_ptr(), out.numel(),
+                               attention::kernel_dtype(q, "q"), out.mutable_data_ptr<float>(),
+                               launch.stream());
+  at::Tensor delta = at::empty(lse_rows.sizes(), held);
+  launch.source().dk = attention::view(dk);
+  launch.source().dv = attention::view(dv);
+  kernels::BackwardParams params;
+  launch.fill(params);
+  params.dout = const_view(dout_rows);
+  params.lse = lse_rows.const_data_ptr();
+  params.delta = delta.const_data_ptr();
+  params.dq = attention::view(dq);
+  params.deterministic = at::globalContext().deterministicAlgorithms();
+  const at::Tensor workspace = launch.give_workspace(params);
+  kernels::delta(launch.backend(), params, const_view(out), delta.mutable_data_ptr());
+  kernels::backward(launch.backend(), params);
+  return {dq.to(dtype), dk.to(dtype), dv.to(dtype)};
+}
+
+std::tuple<at::Tensor, at::Tensor> measure_recall_on_device(
+    const at::Tensor& q, const at::Tensor& k, const IndexTensors& index,
+    const at::Tensor& document_starts, double softmax_scale,
+    const pattern::VerticalSlashOptions& options, int64_t seed) {
+  const SequenceOnDevice whole(q, k, document_starts, softmax_scale);
+  const int64_t batch = q.size(0), seq_len = q.size(1), heads = q.size(2);
+  pattern::check(options);
+  const ListsOnDevice lists(index, batch, heads, seq_len, q.device());
+  const at::TensorOptions longs = ints_on(q.device()).dtype(at::kLong);
+  const int64_t parts = whole.parts(options);
+  std::vector<at::Tensor> on_window, elsewhere;
+  for (int64_t b = 0; b < parts; ++b) {
+    const pattern::LocalAttention part = whole.part(b, parts);
+    const auto covered = [&](const pattern::DeviceRows& rows) {
+      at::Tensor masses = at::empty({part.batch, heads, rows.count}, longs);
+      at::Tensor workspace = bytes_on(q.device(), pattern::device_recall_bytes(part, rows.count));
+      pattern::measure_covered_on_device(part, seq_len, rows, whole.on_device, nullptr,
+                                         workspace.data_ptr(), workspace.numel(), whole.stream,
+                                         lists.bits_from(b * heads), masses.data_ptr<int64_t>());
+      // Each mass is rounded, so that a row's masses add up to 1 within some 2^-40 a key only.
+      return masses.to(at::kDouble)
+          .sum(-1)
+          .div_(static_cast<double>(kernels::kMassOne) * static_cast<double>(rows.count))
+          .clamp_max_(1.0);
+    };
+    at::Tensor memory;
+    on_window.push_back(covered(whole.window_rows(options, b, memory)));
+    const std::vector<int32_t> sampled = pattern::sampled_positions(
+        whole.window(options, b), seq_len, options.recall_rows, static_cast<uint64_t>(seed));
+    if (sampled.empty()) {
+      elsewhere.push_back(on_window.back());
+    } else {
+      memory = whole.upload(sampled);
+      elsewhere.push_back(covered({memory.const_data_ptr<int32_t>(), memory.numel(), false}));
+    }
+  }
+  const at::Tensor window = at::cat(on_window), sampled = at::cat(elsewhere);
+  return {window.mean().expand({batch, heads}).contiguous(), sampled};
+}
+
+at::Tensor index_mask_on_device(const IndexTensors& index, const at::Tensor& document_starts,
+                                int64_t seq_len) {
+  MT_CHECK_ARG(index.diagonals.dim() == 3, "diagonals: expected [B, H, capacity] int32, got ",
+               attention::shape_text(index.diagonals));
+  const c10::DeviceGuard guard(index.diagonals.device());
+  const int64_t batch = index.diagonals.size(0), heads = index.diagonals.size(1);
+  const at::Device device = index.diagonals.device();
+  const ListsOnDevice lists(index, batch, heads, seq_len, device);
+  const at::Tensor documents = shaped_document_starts(document_starts, batch, seq_len, device);
+  at::Tensor mask = at::empty({batch, heads, seq_len, seq_len}, ints_on(device).dtype(at::kBool));
+  cuda::write_mask(lists.bits(), batch, heads, seq_len,
+                   documents.defined() ? documents.const_data_ptr<int32_t>() : nullptr,
+                   reinterpret_cast<uint8_t*>(mask.data_ptr<bool>()), current_stream(device));
+  return mask;
+}
+
+at::Tensor index_pairs_on_device(const IndexTensors& index, int64_t seq_len) {
+  MT_CHECK_ARG(index.diagonals.dim() == 3, "diagonals: expected [B, H, capacity] int32, got ",
+               attention::shape_text(index.diagonals));
+  const c10::DeviceGuard guard(index.diagonals.device());
+  const int64_t batch = index.diagonals.size(0), heads = index.diagonals.size(1);
+  const at::Device device = index.diagonals.device();
+  const ListsOnDevice lists(index, batch, heads, seq_len, device);
+  at::Tensor pairs = at::empty({batch, heads}, ints_on(device).dtype(at::kLong));
+  cuda::count_pairs(lists.bits(), lists.rows(), seq_len, pairs.data_ptr<int64_t>(),
+                    current_stream(device));
+  return pairs;
+}
+
+}  // namespace mtraining::torch_ops

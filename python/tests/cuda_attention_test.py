@@ -1,0 +1,307 @@
+"""The operators on a GPU: against dense attention in float64 under the index's own mask, and against the CPU's choice.
+
+Marked cuda: without a CUDA device, or a library built with CUDA, these cases are left out and counted as not run.
+"""
+
+import pathlib
+import sys
+
+import pytest
+import torch
+
+import mtraining
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
+from dense_reference import attention, mask_of, structured  # noqa: E402
+
+pytestmark = pytest.mark.cuda
+
+SPARSE = mtraining.VerticalSlash(
+    p_vertical=0.3, p_slash=0.3, sink_tokens=3, local_blocks=1, dense_threshold=1.0
+)
+
+
+def on_gpu(*tensors):
+    return [x.cuda() for x in tensors]
+
+
+def row_error(got, want):
+    """Largest over rows of |got - want| / |want|; rows of nearly nothing by the mean row."""
+    error, size = (got.double() - want).norm(dim=-1), want.norm(dim=-1)
+    return (error / torch.maximum(size, 1e-3 * size.mean())).max().item()
+
+
+def plain(q, k, v, mask):
+    """The same sums written out in q's dtype with float32 softmax, as a yardstick of what its rounding costs."""
+    group = q.shape[2] // k.shape[2]
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    scores = (q @ k.transpose(-1, -2)).float() * q.shape[-1] ** -0.5
+    weights = scores.masked_fill(~mask, float("-inf")).softmax(-1)
+    return (weights.to(q.dtype) @ v).transpose(1, 2)
+
+
+def lists_equal_up_to_the_threshold(got, want, most):
+    """Two choices of every head: how many entries differ, at most `most` of them and 2 %."""
+    for row_got, n_got, row_want, n_want in zip(
+        got[0].flatten(0, 1),
+        got[1].flatten(),
+        want[0].flatten(0, 1),
+        want[1].flatten(),
+        strict=True,
+    ):
+        a, b = set(row_got[:n_got].tolist()), set(row_want[:n_want].tolist())
+        assert len(a ^ b) <= max(most, 0.02 * len(b)), (sorted(a ^ b), len(a), len(b))
+
+
+SHAPES = [  # batch, length, heads, kv heads, head_dim, dtype
+    (1, 1, 1, 1, 64, torch.bfloat16),
+    (2, 65, 4, 2, 64, torch.float16),
+    (1, 333, 7, 1, 128, torch.bfloat16),
+    (2, 700, 4, 2, 128, torch.float16),
+    (1, 1500, 16, 2, 128, torch.bfloat16),
+]
+
+
+@pytest.mark.parametrize(("batch", "seq_len", "heads", "kv_heads", "head_dim", "dtype"), SHAPES)
+def test_out_lse_and_gradients_are_those_of_dense_attention_under_the_mask(
+    batch, seq_len, heads, kv_heads, head_dim, dtype
+):
+    cpu = structured(batch, seq_len, heads, kv_heads, head_dim, dtype=dtype)
+    inputs = [x.requires_grad_() for x in on_gpu(*cpu)]
+    out, lse, index = mtraining.sparse_attention(
+        *inputs, pattern=SPARSE, return_lse=True, return_index=True
+    )
+    assert out.is_cuda and index.diagonals.is_cuda and lse.dtype == torch.float32
+    mask = index.mask()
+    lists = [x.cpu() for x in index.lists()]
+    host = mtraining.Index(seq_len, *lists, index.dense_heads.cpu(), index.caps_hit.cpu())
+    assert torch.equal(mask.cpu(), mask_of(host))
+    assert torch.equal(index.pairs().cpu(), host.pairs())
+    want, want_lse = attention(*inputs, mask)
+    assert row_error(out, want) <= 2 * row_error(plain(*inputs, mask), want) + 1e-6
+    torch.testing.assert_close(lse.double(), want_lse, rtol=0, atol=1e-3)
+
+    weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(dtype).cuda()
+    got = torch.autograd.grad((out * weight).sum(), inputs)
+    rough = torch.autograd.grad((plain(*inputs, mask) * weight).sum(), inputs)
+    exact = torch.autograd.grad((want * weight.double()).sum(), inputs)
+    for a, b, c, name in zip(got, rough, exact, "qkv", strict=True):
+        c = c.double()
+        if c.norm() < 1e-6:  # one token: dq and dk are 0
+            assert a.norm() < 1e-3
+        else:
+            # exact was rounded to dtype on its way out; it is the reference of both.
+            assert row_error(a, c) <= 2 * row_error(b, c) + 1e-2, name
+
+
+@pytest.mark.parametrize("window", ["last", "strided"])
+@pytest.mark.parametrize("selection", ["head", "kv_group"])
+@pytest.mark.parametrize("seq_len", [100, 777, 3000])
+def test_the_choice_is_the_cpus_up_to_entries_at_the_threshold(window, selection, seq_len):
+    q, k, _ = structured(2, seq_len, 8, 2, 128, dtype=torch.bfloat16)
+    pattern = mtraining.VerticalSlash(
+        p_vertical=0.6, p_slash=0.6, window=window, selection=selection, sink_tokens=5
+    )
+    got = mtraining.build_index(*on_gpu(q, k), pattern=pattern)
+    want = mtraining.build_index(q, k, pattern=pattern)
+    for a, b in zip(got.lists(), want.lists(), strict=True):
+        assert a.shape == b.shape and a.dtype == b.dtype
+    assert torch.equal(got.dense_heads.cpu(), want.dense_heads)
+    lists_equal_up_to_the_threshold(got.lists()[:2], want.lists()[:2], 1)
+    lists_equal_up_to_the_threshold(got.lists()[2:], want.lists()[2:], 3)
+    assert abs(got.density() - want.density()) < 0.02
+    torch.testing.assert_close(
+        got.recall(*on_gpu(q, k)).cpu(), want.recall(q, k), rtol=0, atol=5e-3
+    )
+
+
+def test_caps_and_p_0_and_1_are_the_cpus_exactly():
+    q, k, _ = structured(1, 1000, 4, 2, 64, dtype=torch.bfloat16)
+    for options in (
+        {"p_vertical": 0.0, "p_slash": 0.0},
+        {"p_vertical": 1.0, "p_slash": 1.0, "dense_threshold": 1.0},
+        {"max_columns": 0, "max_diagonals": 0},
+        {"p_vertical": 1.0, "p_slash": 1.0},
+    ):
+        pattern = mtraining.VerticalSlash(sink_tokens=7, local_blocks=2, **options)
+        got = mtraining.build_index(*on_gpu(q, k), pattern=pattern)
+        want = mtraining.build_index(q, k, pattern=pattern)
+        for a, b in zip(got.lists(), want.lists(), strict=True):
+            assert torch.equal(a.cpu(), b), options
+        assert torch.equal(got.dense_heads.cpu(), want.dense_heads)
+        assert got.caps_hit.item() == want.caps_hit.item()
+
+
+def test_documents_do_not_see_one_another():
+    seq_len = 700
+    position = torch.arange(seq_len)
+    documents = torch.stack([position // 130 * 130, torch.where(position < 64, 0, 64)])
+    q, k, v = structured(2, seq_len, 4, 2, 64, dtype=torch.bfloat16)
+    out, index = mtraining.sparse_attention(
+        *on_gpu(q, k, v), pattern=SPARSE, document_starts=documents.cuda(), return_index=True
+    )
+    mask = index.mask().cpu()
+    assert not mask[0, :, 500, :390].any() and not mask[1, :, 64:, :64].any()
+    want, _ = attention(q, k, v, mask)
+    assert row_error(out.cpu(), want) <= 2 * row_error(plain(q, k, v, mask), want) + 1e-6
+    host = mtraining.build_index(q, k, pattern=SPARSE, document_starts=documents)
+    lists_equal_up_to_the_threshold(index.lists()[:2], host.lists()[:2], 1)
+    lists_equal_up_to_the_threshold(index.lists()[2:], host.lists()[2:], 3)
+    torch.testing.assert_close(
+        index.recall(*on_gpu(q, k)).cpu(), host.recall(q, k), rtol=0, atol=2e-2
+    )
+
+
+def test_the_host_does_not_wait_for_the_device_within_a_layer():
+    q, k, v = on_gpu(*structured(1, 2000, 8, 2, 128, dtype=torch.bfloat16))
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+
+    def layer():
+        out = mtraining.sparse_attention(*inputs, pattern=mtraining.VerticalSlash())
+        return torch.autograd.grad(out, inputs, torch.ones_like(out))
+
+    layer()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(3):
+            gradients = layer()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(torch.isfinite(x.float()).all() for x in gradients)
+    del gradients
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() == before
+
+
+def test_work_is_ordered_on_the_current_stream():
+    q, k, v = structured(1, 1500, 4, 2, 128, dtype=torch.bfloat16)
+    want, index = mtraining.sparse_attention(*on_gpu(q, k, v), pattern=SPARSE, return_index=True)
+    stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        late = [torch.zeros_like(x, device="cuda") for x in (q, k, v)]
+        torch.cuda._sleep(20_000_000)  # about 10 ms in which another stream would read zeros
+        for to, x in zip(late, on_gpu(q, k, v), strict=True):
+            to.copy_(x)
+        out = mtraining.sparse_attention(*late, pattern=SPARSE)
+    stream.synchronize()
+    assert torch.equal(out, want)
+
+
+def test_lists_given_by_a_user_are_put_in_order_and_bad_values_dropped():
+    q, k, v = on_gpu(*structured(1, 300, 2, 1, 64, dtype=torch.bfloat16))
+
+    def lists(values):
+        values = torch.tensor(values, dtype=torch.int32, device="cuda").expand(1, 2, -1)
+        return values, torch.full((1, 2), values.shape[-1], dtype=torch.int32, device="cuda")
+
+    flags = torch.zeros(1, 2, dtype=torch.bool, device="cuda"), torch.tensor(0, device="cuda")
+    spoiled = mtraining.Index(300, *lists([2, 0, 0, 5, -3]), *lists([9, 4, 4, 300, -1]), *flags)
+    clean = mtraining.Index(300, *lists([0, 2]), *lists([4, 9]), *flags)
+    for a, b in zip(
+        mtraining.attend(q, k, v, spoiled), mtraining.attend(q, k, v, clean), strict=True
+    ):
+        assert torch.equal(a, b)
+
+
+def test_empty_rows_give_zero_and_minus_infinity():
+    q, k, v = on_gpu(*structured(1, 200, 2, 1, 64, dtype=torch.bfloat16))
+    ints = {"dtype": torch.int32, "device": "cuda"}
+    index = mtraining.Index(
+        200,
+        torch.tensor([[[2], [2]]], **ints),
+        torch.ones(1, 2, **ints),
+        torch.full((1, 2, 1), -1, **ints),
+        torch.zeros(1, 2, **ints),
+        torch.zeros(1, 2, dtype=torch.bool, device="cuda"),
+        torch.tensor(0, device="cuda"),
+    )
+    out, lse = mtraining.attend(q, k, v, index)
+    assert (out[:, :128] == 0).all() and (lse[:, :, :128] == float("-inf")).all()
+    assert torch.isfinite(lse[:, :, 128:]).all()
+
+
+@pytest.mark.parametrize("make", ["slices", "transposed", "expanded", "odd"])
+def test_strides_do_not_matter(make):
+    def view(x):
+        if make == "slices":
+            wide = torch.full((*x.shape[:3], 4 * x.shape[3]), float("nan")).to(x)
+            wide[..., : x.shape[3]] = x
+            return wide[..., : x.shape[3]]
+        if make == "transposed":
+            return x.transpose(1, 2).contiguous().transpose(1, 2)
+        if make == "odd":  # rows that are not 16-byte aligned
+            wide = torch.full((*x.shape[:3], x.shape[3] + 3), float("nan")).to(x)
+            wide[..., 1:-2] = x
+            return wide[..., 1:-2]
+        return x[:1].expand(2, -1, -1, -1)
+
+    given = [
+        view(x).detach().requires_grad_()
+        for x in on_gpu(*structured(2, 130, 4, 2, 64, dtype=torch.bfloat16))
+    ]
+    copies = [x.detach().contiguous().clone().requires_grad_() for x in given]
+    results = []
+    torch.use_deterministic_algorithms(True)
+    try:
+        for inputs in (given, copies):
+            out = mtraining.sparse_attention(*inputs, pattern=SPARSE)
+            dout = torch.ones((), device="cuda", dtype=out.dtype).expand_as(out)
+            results.append([out, *torch.autograd.grad(out, inputs, dout)])
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_dense_equals_torch_with_and_without_an_index():
+    inputs = [
+        x.requires_grad_() for x in on_gpu(*structured(2, 300, 4, 2, 64, dtype=torch.bfloat16))
+    ]
+    want = torch.nn.functional.scaled_dot_product_attention(
+        *(x.transpose(1, 2) for x in inputs), is_causal=True, enable_gqa=True
+    ).transpose(1, 2)
+    alone = mtraining.sparse_attention(*inputs, pattern=mtraining.Dense())
+    out, lse = mtraining.sparse_attention(*inputs, pattern=mtraining.Dense(), return_lse=True)
+    torch.testing.assert_close(alone, want)
+    torch.testing.assert_close(out, want, rtol=2e-2, atol=2e-2)
+    assert torch.isfinite(lse).all()
+
+
+def test_what_a_gpu_does_not_do_is_refused_by_name():
+    q, k, v = on_gpu(*structured(1, 100, 2, 1, 64))
+    with pytest.raises(NotImplementedError, match="bf16"):
+        mtraining.sparse_attention(q, k, v)
+    q, k, v = (x.bfloat16() for x in (q, k, v))
+    for pattern, name in (
+        (mtraining.VerticalSlash(slash_pooling="token"), "slash_pooling"),
+        (mtraining.VerticalSlash(recall_floor=0.5), "recall_floor"),
+    ):
+        with pytest.raises(NotImplementedError, match=name):
+            mtraining.build_index(q, k, pattern=pattern)
+    with pytest.raises(ValueError, match="device"):
+        mtraining.build_index(q, k.cpu())
+    wide = [torch.cat([x, x, x], -1) for x in (q, k)]
+    with pytest.raises(NotImplementedError, match="head_dim"):
+        mtraining.build_index(*wide)
+
+
+@pytest.mark.parametrize("name", ["build_index", "attend", "attend_backward", "index_pairs"])
+def test_opcheck(name):
+    q, k, v = on_gpu(*structured(2, 100, 4, 2, 64, dtype=torch.bfloat16))
+    ops = mtraining.library.ops
+    lists = mtraining.build_index(q, k, pattern=SPARSE).lists()
+    attend = (*(x.requires_grad_() for x in (q, k, v)), *lists, None, 0.0)
+    arguments = {
+        "build_index": (q.detach(), k.detach(), None, 0.0, *SPARSE.arguments()),
+        "attend": attend,
+        "index_pairs": (*lists, 100),
+    }
+    if name == "attend_backward":
+        saved = [x.detach() for x in ops.attend(*attend)]
+        grad = torch.ones_like(q)
+        arguments[name] = (grad, *(x.detach() for x in (q, k, v)), *saved, *lists, None, 0.0)
+    results = torch.library.opcheck(getattr(ops, name).default, arguments[name])
+    assert set(results.values()) == {"SUCCESS"}, results
