@@ -6,6 +6,7 @@
 #include <ATen/Parallel.h>
 #include <unistd.h>
 
+#include <cmath>
 #include <cstdio>
 #include <filesystem>
 #include <string>
@@ -19,6 +20,7 @@
 #include "mtraining/kernels/attention_kernels.h"
 #include "mtraining/model/decoder.h"
 #include "mtraining/optim/adamw.h"
+#include "mtraining/optim/flat_parameters.h"
 #include "mtraining/train/loss.h"
 
 namespace {
