@@ -299,7 +299,7 @@ void Meeting::State::poll_once() {
 /// Whether all have come to the end, and whether somebody has ended the job.
 void Meeting::State::check_ends() {
   const auto now = Clock::now();
-  if (serves() && ready && ending && !over &&
+  if (serves() && ready && ending && !over && !stopped && !failure &&
       std::all_of(peers.begin(), peers.end(),
                   [](const Peer& peer) { return peer.rank < 0 || peer.ended; })) {
     over = true;
