@@ -63,9 +63,8 @@ std::unique_ptr<optim::ParameterShare> make_share(const RunConfig& config,
                                                   comm::Communicator& group) {
   std::vector<optim::ParameterShare::Named> named;
   for (const auto& p : parameters) named.push_back({p.name, p.value});
-  return optim::make_parameter_share(
-      std::move(named), group, config.parallel.zero,
-      {config.optim.grad_dtype, config.parallel.offload_optimizer});
+  return optim::make_parameter_share(std::move(named), group, config.parallel.zero,
+                                     {config.optim.grad_dtype, config.parallel.offload_optimizer});
 }
 
 /// After so many skipped steps in a row nothing will become finite again: weights do not change.
@@ -299,6 +298,7 @@ struct Trainer::State {
   bool stops_between_micro_steps(const std::vector<double>& totals) {
     const bool saves =
         config.checkpoint.save_accumulation && config.checkpoint.save_every_minutes > 0;
+    fault.strike("accumulation", current_step + 1);
     if (stop == nullptr && !saves) return false;
     bool stops = false, due = false;
     for (const auto& flags : job.gather(
@@ -360,7 +360,6 @@ trace::StepMetrics Trainer::step(
   if (first_micro > 0 && s.job.rank() == 0) totals = {s.position.kept_loss, s.position.kept_labels};
   for (int64_t micro = first_micro; micro < s.resolved.accumulation; ++micro) {
     try {
-      if (micro > first_micro) s.fault.strike("accumulation", step + 1);
       if (micro > first_micro && s.stops_between_micro_steps(totals)) throw StepAbandoned();
       if (replay != nullptr) request.replay = &replay->at(micro);
       const SummedLoss loss = s.micro_step(step, micro, request, data_wait_s);
@@ -564,7 +563,6 @@ void Trainer::State::write_example() {
   }
 }
 
-/// Without held-out data there is nothing to do.
 void Trainer::evaluate_at_end(TrainResult& result) {
   State& s = *state_;
   if (!s.valid_data) return;
