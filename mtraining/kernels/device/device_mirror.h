@@ -49,6 +49,14 @@ class DeviceMirror {
           "copying from the device");
   }
 
+  /// What all ranges hold on the device now.
+  std::vector<char> read() const {
+    std::vector<char> bytes(workspace_);
+    run(cudaMemcpy(bytes.data(), memory_, workspace_, cudaMemcpyDeviceToHost),
+        "copying from the device");
+    return bytes;
+  }
+
   void* workspace() const { return memory_ + workspace_; }
 
   template <typename T>

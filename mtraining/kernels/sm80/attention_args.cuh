@@ -83,7 +83,6 @@ struct BackwardArgs : AttentionArgs {
   FloatRows dq;
   FloatRows dk[kMaxSources], dv[kMaxSources];
   bool vector_dq;      // pairs of dq are 8-byte aligned
-  bool with_dq;        // the key pass adds dq atomically
   bool deterministic;  // sums of columns wait for their turn
   int32_t stages;      // tiles of the walk held at a time: 1 or 2
   // Items of the key pass: columns first, each tile once a (query head of its kv head, chunk of query blocks); then key blocks.

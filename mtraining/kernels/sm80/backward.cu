@@ -76,7 +76,6 @@ class Range {
     args_.dq = float_rows_of(p.dq);
     args_.vector_dq = pairs_aligned(args_.dq);
     args_.deterministic = p.deterministic;
-    args_.with_dq = !p.deterministic;
     args_.chunk_blocks = kChunkBlocks;
     args_.num_chunks = (args_.num_q_blocks + kChunkBlocks - 1) / kChunkBlocks;
     const int64_t groups = p.batch * p.num_kv_heads;
@@ -114,10 +113,10 @@ class Range {
       // Columns after blocks: both may add to the same rows.
       keys(args_.num_column_items, block_items_, kBlocksQueue);
       keys(0, column_items_, kColumnsQueue);
-      queries();
     } else {
       keys(0, column_items_ + block_items_, kBlocksQueue);
     }
+    queries();
   }
 
  private:

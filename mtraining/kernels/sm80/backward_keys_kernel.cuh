@@ -1,10 +1,8 @@
-// The key pass of the backward: dk and dv of 64 keys, summed over the query heads of their kv head in order; dq atomically
-// where the launch asks for it.
+// The key pass of the backward: dk and dv of 64 keys, summed over the query heads of their kv head in order.
 //
-// In:   BackwardArgs. Out: dk, dv[, dq]. Next: one instantiation a file, backward_keys_<dtype>_d<head_dim>.cu.
+// In:   BackwardArgs. Out: dk, dv. Next: one instantiation a file, backward_keys_<dtype>_d<head_dim>.cu.
 //
-// Scores are computed transposed, keys x queries, so that P^T and dS^T are left operands from registers; only for dq does dS
-// go through shared memory.
+// Scores are computed transposed, keys x queries, so that P^T and dS^T are left operands from registers.
 #pragma once
 
 #include "mtraining/kernels/sm80/backward_products.cuh"
@@ -27,10 +25,8 @@ struct BackwardKeysShape : BackwardShape<kD> {
     typename List::Memory list;
     QueryRowValues values[BackwardShape<kD>::kMaxStages];
   };
-  static constexpr int kScoreBytes =
-      64 * 128;  // dS^T: [64 keys][64 queries], chunks permuted as in a tile
   static constexpr int shared_bytes(int stages) {
-    return (2 + 2 * stages) * Tile<kD>::kBytes + kScoreBytes + static_cast<int>(sizeof(Memory));
+    return (2 + 2 * stages) * Tile<kD>::kBytes + static_cast<int>(sizeof(Memory));
   }
 };
 
@@ -39,11 +35,12 @@ struct BackwardKeys {
   using Shape = BackwardKeysShape<kD>;
   using List = typename Shape::List;
   const BackwardArgs& args;
-  uint32_t keys, values, walked, scores;  // shared addresses
+  uint32_t keys, values, walked;  // shared addresses
   typename Shape::Memory& memory;
   List list;
   int warp, half, lane;
   float dk[Shape::kSummed / 2], dv[Shape::kSummed / 2];
+  int batch = 0;        // of the item
   int32_t position[2];  // of rows lane / 4 and 8 below, INT_MAX where there is no key
   float next_lse = 0, next_delta = 0;  // thread r: row r of the stage on its way
   int32_t next_document = 0;
@@ -53,9 +50,8 @@ struct BackwardKeys {
         keys(shared_address(shared)),
         values(keys + Tile<kD>::kBytes),
         walked(values + Tile<kD>::kBytes),
-        scores(walked + 2 * a.stages * Tile<kD>::kBytes),
-        memory(*reinterpret_cast<typename Shape::Memory*>(
-            shared + (2 + 2 * a.stages) * Tile<kD>::kBytes + Shape::kScoreBytes)),
+        memory(*reinterpret_cast<typename Shape::Memory*>(shared +
+                                                          (2 + 2 * a.stages) * Tile<kD>::kBytes)),
         list(a, memory.list),
         warp(threadIdx.x / 32 % 4),
         half(threadIdx.x / 128),
@@ -64,26 +60,35 @@ struct BackwardKeys {
   // ---- stages ----
 
   __device__ __forceinline__ uint32_t queries(int i) const {
-    return walked + i % args.stages * 2 * Tile<kD>::kBytes;
+    return walked + (i & (args.stages - 1)) * 2 * Tile<kD>::kBytes;
   }
 
   __device__ __forceinline__ void issue(int i) {
     if (i < list.built()) {
       const Stage stage = list.stage(i);
-      const int batch = stage.row / args.num_heads, head = stage.row % args.num_heads;
-      const QueryBounds bounds = args.bounds[int64_t{batch} * args.num_q_blocks + stage.key];
-      load_tile<kD, Shape::kThreads>(queries(i),
-                                     query_rows(args, args.q, batch, head, stage.key, bounds),
-                                     args.head_dim, args.vectors);
-      load_tile<kD, Shape::kThreads>(queries(i) + Tile<kD>::kBytes,
-                                     query_rows(args, args.dout, batch, head, stage.key, bounds),
-                                     args.head_dim, args.vectors);
+      const int head = stage.row - batch * args.num_heads;
+      QueryBounds bounds{};
+      const bool whole = (stage.info & kWhole) != 0;
+      if (!whole) bounds = args.bounds[int64_t{batch} * args.num_q_blocks + stage.key];
+#pragma unroll 1
+      for (int x = 0; x < 2; ++x) {
+        const Rows& rows = x == 0 ? args.q : args.dout;
+        const uint32_t tile = queries(i) + x * Tile<kD>::kBytes;
+        if (whole)
+          load_whole_tile<kD, Shape::kThreads>(
+              tile, head_of(rows, batch, head) + stage.key * 64 * rows.stride_token,
+              rows.stride_token, args.head_dim);
+        else
+          load_any_tile<kD, Shape::kThreads>(tile,
+                                             query_rows(args, rows, batch, head, stage.key, bounds),
+                                             args.head_dim, args.vectors);
+      }
       if (threadIdx.x < 64) {
         const int token = stage.key * 64 + static_cast<int>(threadIdx.x);
-        const bool real =
-            token < args.num_queries &&
-            bounds.first + static_cast<int>(threadIdx.x) * int64_t{args.position_stride} <=
-                bounds.last;
+        const bool real = whole || (token < args.num_queries &&
+                                    bounds.first + static_cast<int>(threadIdx.x) *
+                                                       int64_t{args.position_stride} <=
+                                        bounds.last);
         const int64_t at = int64_t{stage.row} * args.num_queries + token;
         next_lse = real ? args.lse[at] : INFINITY;
         next_delta = real ? args.delta[at] : 0;
@@ -97,7 +102,7 @@ struct BackwardKeys {
 
   /// Waits for stage i; its rows without keys become zeros, whatever was saved for them.
   __device__ __forceinline__ void arrive(int i) {
-    QueryRowValues& row = memory.values[i % args.stages];
+    QueryRowValues& row = memory.values[(i & (args.stages - 1))];
     bool empty = false;
     if (threadIdx.x < 64) {
       empty = next_lse == -INFINITY;
@@ -121,42 +126,56 @@ struct BackwardKeys {
 
   /// s[4 j + 2 r + e]: key 16 warp + lane / 4 + 8 r, query 8 j + 2 (lane % 4) + e.
   __device__ __forceinline__ void mask(float (&s)[32], const Stage& stage,
-                                       const QueryRowValues& row) const {
-    const bool columns = (stage.info & kColumns) != 0, each = (stage.info & kEach) != 0;
-    bool hidden[2] = {false, false};
+                                       const QueryRowValues& row,
+                                       const uint32_t (&words)[2]) const {
+    const bool each = (stage.info & kColumns) != 0 && (stage.info & kEach) != 0;
+    bool hidden[2];
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      hidden[r] = position[r] == INT_MAX ||
-                  (columns && !each && diagonal_chosen(args, stage.row, stage.start, position[r]));
-    }
+    for (int r = 0; r < 2; ++r)
+      hidden[r] = position[r] == INT_MAX || diagonal_bit(words[r], stage.start, position[r]);
+    uint32_t bits =
+        (hidden[0] ? 0x33333333u : 0) | (hidden[1] ? 0xCCCCCCCCu : 0);  // bit x: of s[x]
+    if (each || (stage.info & kMasked) != 0) {
+      // Pair by pair, in a loop of its own: rare, and short code.
+#pragma unroll 1
+      for (int c = 0; c < 16; ++c) {
+        const int query = c / 2 * 8 + 2 * (lane % 4) + c % 2;
+        const int at = stage.start + query * args.position_stride;
+        const int document = row.document[query];
 #pragma unroll
-    for (int c = 0; c < 16; ++c) {
-      const int j = c / 2, e = c % 2;
-      const int query = 8 * j + 2 * (lane % 4) + e;
-      const int at = stage.start + query * args.position_stride;
-      const int document = row.document[query];
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        if (hidden[r] || position[r] > at || position[r] < document ||
-            (columns && each && diagonal_chosen(args, stage.row, at, position[r])))
-          s[4 * j + 2 * r + e] = -INFINITY;
+        for (int r = 0; r < 2; ++r) {
+          if (position[r] > at || position[r] < document ||
+              (each && diagonal_chosen(args, stage.row, at, position[r])))
+            bits |= 1u << (c / 2 * 4 + 2 * r + c % 2);
+        }
       }
     }
+#pragma unroll
+    for (int x = 0; x < 32; ++x)
+      if ((bits >> x & 1) != 0) s[x] = -INFINITY;
   }
 
   __device__ __forceinline__ void compute(int i) {
     const Stage stage = list.stage(i);
-    const QueryRowValues& row = memory.values[i % args.stages];
+    const QueryRowValues& row = memory.values[(i & (args.stages - 1))];
+    const uint32_t row_values = shared_address(&row) + lane % 4 * 8;
+    // Bitmap words are asked for before the products and looked at after them.
+    uint32_t words[2] = {0, 0};
+    if ((stage.info & kColumns) != 0 && (stage.info & kEach) == 0) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r)
+        words[r] = diagonal_word(args, stage.row, stage.start, position[r]);
+    }
     float s[32], dp[32];
     two_products<Element, kD>(s, dp, Tile<kD>::left(keys, 16 * warp, lane),
                               Tile<kD>::right(queries(i), lane),
                               Tile<kD>::left(values, 16 * warp, lane),
                               Tile<kD>::right(queries(i) + Tile<kD>::kBytes, lane));
-    if ((stage.info & (kMasked | kColumns)) != 0) mask(s, stage, row);
+    if ((stage.info & (kMasked | kColumns)) != 0) mask(s, stage, row, words);
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
-      const float2 lse = *reinterpret_cast<const float2*>(row.lse + 8 * j + 2 * (lane % 4));
-      const float2 delta = *reinterpret_cast<const float2*>(row.delta + 8 * j + 2 * (lane % 4));
+      const float2 lse = load_shared_f2(row_values + 32 * j);
+      const float2 delta = load_shared_f2(row_values + 32 * j + sizeof(row.lse));
 #pragma unroll
       for (int x = 0; x < 4; ++x) {
         float& p = s[4 * j + x];
@@ -169,80 +188,18 @@ struct BackwardKeys {
     add_product<Element, kD, Shape::kSummed>(
         dv, left, Tile<kD>::summed(queries(i) + Tile<kD>::kBytes, lane), half * Shape::kSummed);
     round_rows<Element>(left, dp);
-    if (args.with_dq) store_scores(left);
     add_product<Element, kD, Shape::kSummed>(dk, left, Tile<kD>::summed(queries(i), lane),
                                              half * Shape::kSummed);
-    if (args.with_dq) {
-      __syncthreads();
-      add_dq(stage, row);
-    }
-  }
-
-  // ---- dq ----
-
-  /// dS^T of the warp's 16 keys.
-  __device__ __forceinline__ void store_scores(const uint32_t (&left)[4][4]) const {
-    if (half > 0) return;
-#pragma unroll
-    for (int c = 0; c < 4; ++c) {
-#pragma unroll
-      for (int x = 0; x < 4; ++x) {
-        const int key = 16 * warp + lane / 4 + x % 2 * 8, chunk = 2 * c + x / 2;
-        store_shared_u32(scores + key * 128 + ((chunk ^ (key % 8)) << 4) + lane % 4 * 4,
-                         left[c][x]);
-      }
-    }
-  }
-
-  __device__ __forceinline__ void add_dq(const Stage& stage, const QueryRowValues& row) const {
-    float dq[Shape::kSummed / 2];
-#pragma unroll
-    for (int x = 0; x < Shape::kSummed / 2; ++x) dq[x] = 0;
-    uint32_t left[4][4];
-    const int key = lane / 16 * 8 + lane % 8, chunk = 2 * warp + lane / 8 % 2;
-#pragma unroll
-    for (int c = 0; c < 4; ++c)
-      load_matrices_transposed(scores + (16 * c + key) * 128 + ((chunk ^ (lane % 8)) << 4),
-                               left[c]);
-    add_product<Element, kD, Shape::kSummed>(dq, left, Tile<kD>::summed(keys, lane),
-                                             half * Shape::kSummed);
-    const int64_t batch = stage.row / args.num_heads, head = stage.row % args.num_heads;
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int inside = 16 * warp + lane / 4 + 8 * r;
-      if (row.lse[inside] == INFINITY) continue;
-      const int64_t token = stage.key * 64 + inside;
-      float* at = args.dq.data + batch * args.dq.stride_batch + token * args.dq.stride_token +
-                  head * args.dq.stride_head + half * Shape::kSummed + 2 * (lane % 4);
-#pragma unroll
-      for (int j = 0; j < Shape::kSummed / 8; ++j) {
-        if (half * Shape::kSummed + 8 * j >= args.head_dim) break;
-        add_pair(at + 8 * j, dq[4 * j + 2 * r] * args.scale, dq[4 * j + 2 * r + 1] * args.scale,
-                 args.vector_dq);
-      }
-    }
-  }
-
-  __device__ __forceinline__ static void add_pair(float* at, float x, float y, bool aligned) {
-#if __CUDA_ARCH__ >= 900
-    if (aligned) {
-      atomicAdd(reinterpret_cast<float2*>(at), make_float2(x, y));
-      return;
-    }
-#endif
-    atomicAdd(at, x);
-    atomicAdd(at + 1, y);
   }
 
   // ---- items ----
 
   /// What item `item` is; false: nothing.
-  __device__ __forceinline__ bool find_tile(int item, KeyTile& tile, int& turn_of,
-                                            int& turn) const {
+  __device__ __forceinline__ bool find_tile(int item, KeyTile& tile) const {
     const int groups = args.batch * args.num_kv_heads;
     if (item < args.num_column_items) {
       int rest = item % args.column_tiles_all;
-      turn = item / args.column_tiles_all;
+      const int turn = item / args.column_tiles_all;
       int s = 0;
       while (rest >= args.column_tiles[s] * groups) rest -= args.column_tiles[s++] * groups;
       const int group = rest / args.column_tiles[s];
@@ -261,7 +218,7 @@ struct BackwardKeys {
       tile.last = positions[tile.keys - 1];
       tile.begin = turn % args.num_chunks * args.chunk_blocks;
       tile.end = min(args.num_q_blocks, tile.begin + args.chunk_blocks);
-      turn_of = s * groups + group;
+      tile.turn = turn;
       return true;
     }
     item -= args.num_column_items;
@@ -326,81 +283,84 @@ struct BackwardKeys {
           __stcg(at + 8 * j, __ldcg(at + 8 * j) + x);
           __stcg(at + 8 * j + 1, __ldcg(at + 8 * j + 1) + y);
         } else {
-          atomicAdd(at + 8 * j, x);
-          atomicAdd(at + 8 * j + 1, y);
+          add_pair(at + 8 * j, x, y, false);
         }
       }
     }
   }
 
+  /// Column tiles of the tile's source and kv head that have been added.
+  __device__ __forceinline__ int32_t* turns_of(const KeyTile& tile) const {
+    return args.turns + tile.source * args.batch * args.num_kv_heads +
+           tile.row / args.heads_per_kv_head;
+  }
   /// Waits until all column tiles of earlier turns have been added.
-  __device__ __forceinline__ void wait_for_turn(const KeyTile& tile, int turn_of, int turn) const {
+  __device__ __forceinline__ void wait_for_turn(const KeyTile& tile) const {
     if (threadIdx.x == 0) {
       const SourceArgs& source = args.sources[tile.source];
+      const int turn = tile.turn;
       const int first_row = tile.row - turn / args.num_chunks;
       int before = 0;
       for (int g = 0; g <= turn / args.num_chunks; ++g) {
         const int tiles = (source.column_counts[first_row + g] + 63) / 64;
         before += tiles * (first_row + g < tile.row ? args.num_chunks : turn % args.num_chunks);
       }
-      volatile int32_t* added = args.turns + turn_of;
+      volatile int32_t* added = turns_of(tile);
       while (*added < before) __nanosleep(200);
       __threadfence();
     }
     __syncthreads();
   }
-  __device__ __forceinline__ void end_turn(int turn_of) const {
+  __device__ __forceinline__ void end_turn(const KeyTile& tile) const {
     __threadfence();
     __syncthreads();
-    if (threadIdx.x == 0) atomicAdd(args.turns + turn_of, 1);
+    if (threadIdx.x == 0) atomicAdd(turns_of(tile), 1);
   }
 
   __device__ __forceinline__ void run_item(int item) {
     KeyTile tile;
-    int turn_of = 0, turn = 0;
-    if (!find_tile(item, tile, turn_of, turn)) return;
+    if (!find_tile(item, tile)) return;
     list.begin(tile);
-    list.refill(0, args.stages);
-    if (list.built() > 0) {
-      load_tile<kD, Shape::kThreads>(keys, tile_rows(tile, false), args.head_dim, args.vectors);
-      load_tile<kD, Shape::kThreads>(values, tile_rows(tile, true), args.head_dim, args.vectors);
+    batch = tile.row / args.num_heads;
+    load_any_tile<kD, Shape::kThreads>(keys, tile_rows(tile, false), args.head_dim, args.vectors);
+    load_any_tile<kD, Shape::kThreads>(values, tile_rows(tile, true), args.head_dim, args.vectors);
 #pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const int inside = 16 * warp + lane / 4 + 8 * r;
-        position[r] = INT_MAX;
-        if (inside < tile.keys) {
-          const SourceArgs& source = args.sources[tile.source];
-          position[r] =
-              tile.columns
-                  ? source.column_positions[tile.row * source.column_capacity + tile.first + inside]
-                  : tile.start + inside * args.position_stride;
-        }
+    for (int r = 0; r < 2; ++r) {
+      const int inside = 16 * warp + lane / 4 + 8 * r;
+      position[r] = INT_MAX;
+      if (inside < tile.keys) {
+        const SourceArgs& source = args.sources[tile.source];
+        position[r] =
+            tile.columns
+                ? source.column_positions[tile.row * source.column_capacity + tile.first + inside]
+                : tile.start + inside * args.position_stride;
       }
+    }
 #pragma unroll
-      for (int x = 0; x < Shape::kSummed / 2; ++x) dk[x] = dv[x] = 0;
-      if (args.stages > 1) issue(0);
-      for (int i = 0;; ++i) {
-        list.refill(i, args.stages);
-        if (i >= list.built()) break;
-        if (args.stages > 1) {
-          arrive(i);
-          issue(i + 1);
-        } else {
-          __syncthreads();
-          issue(i);
-          arrive(i);
-        }
-        compute(i);
+    for (int x = 0; x < Shape::kSummed / 2; ++x) dk[x] = dv[x] = 0;
+    for (int i = 0;; ++i) {
+      list.refill(i, args.stages);
+      if (i == 0 && args.stages > 1) issue(0);
+      if (i >= list.built()) break;
+      if (args.stages > 1) {
+        arrive(i);
+        issue(i + 1);
+      } else {
+        __syncthreads();
+        issue(i);
+        arrive(i);
       }
-      copy_async_wait<0>();
+      compute(i);
     }
-    const bool turns = args.deterministic && tile.columns;
-    if (turns) wait_for_turn(tile, turn_of, turn);
+    copy_async_wait<0>();
+    const KeyTile& summed = list.tile();
+    const bool turns = args.deterministic && summed.columns;
+    if (turns) wait_for_turn(summed);
     if (list.built() > 0) {
-      store_rows(args.dk[tile.source], dk, args.scale, tile);
-      store_rows(args.dv[tile.source], dv, 1, tile);
+      store_rows(args.dk[summed.source], dk, args.scale, summed);
+      store_rows(args.dv[summed.source], dv, 1, summed);
     }
-    if (turns) end_turn(turn_of);
+    if (turns) end_turn(summed);
   }
 
   __device__ __forceinline__ void run() {

@@ -43,16 +43,14 @@ struct BackwardQueries {
         lane(threadIdx.x % 32) {}
 
   __device__ __forceinline__ uint32_t keys(int i) const {
-    return walked + i % args.stages * 2 * Tile<kD>::kBytes;
+    return walked + (i & (args.stages - 1)) * 2 * Tile<kD>::kBytes;
   }
 
   __device__ __forceinline__ void issue(int i) {
     if (i < list.built()) {
-      const Stage& stage = list.stage(i);
-      load_tile<kD, Shape::kThreads>(keys(i), list.tile_rows(stage, false), args.head_dim,
-                                     args.vectors);
-      load_tile<kD, Shape::kThreads>(keys(i) + Tile<kD>::kBytes, list.tile_rows(stage, true),
-                                     args.head_dim, args.vectors);
+#pragma unroll 1
+      for (int values = 0; values < 2; ++values)
+        list.template load<kD>(i, values == 1, keys(i) + values * Tile<kD>::kBytes);
     }
     copy_async_commit();
   }
@@ -61,10 +59,12 @@ struct BackwardQueries {
     list.begin(row, q_block);
     const int batch = row / args.num_heads, head = row % args.num_heads;
     const QueryBounds bounds = list.bounds(0);
-    load_tile<kD, Shape::kThreads>(queries, query_rows(args, args.q, batch, head, q_block, bounds),
-                                   args.head_dim, args.vectors);
-    load_tile<kD, Shape::kThreads>(douts, query_rows(args, args.dout, batch, head, q_block, bounds),
-                                   args.head_dim, args.vectors);
+    load_any_tile<kD, Shape::kThreads>(queries,
+                                       query_rows(args, args.q, batch, head, q_block, bounds),
+                                       args.head_dim, args.vectors);
+    load_any_tile<kD, Shape::kThreads>(douts,
+                                       query_rows(args, args.dout, batch, head, q_block, bounds),
+                                       args.head_dim, args.vectors);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int inside = 16 * warp + lane / 4 + 8 * r;
@@ -130,14 +130,9 @@ struct BackwardQueries {
 
   __device__ __forceinline__ void run_item() {
     begin_item();
-    list.refill(0, args.stages);
-    if (list.built() == 0) {
-      copy_async_wait<0>();
-      return;
-    }
-    if (args.stages > 1) issue(0);
     for (int i = 0;; ++i) {
       list.refill(i, args.stages);
+      if (i == 0 && args.stages > 1) issue(0);
       if (i >= list.built()) break;
       if (args.stages > 1) {
         copy_async_wait<0>();
@@ -151,7 +146,7 @@ struct BackwardQueries {
       }
       compute(i);
     }
-    store();
+    if (list.built() > 0) store();
     copy_async_wait<0>();
   }
 

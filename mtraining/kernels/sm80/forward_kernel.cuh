@@ -32,6 +32,10 @@ struct Forward {
   using Shape = ForwardShape<kD>;
   using List = typename Shape::List;
   static constexpr int kGroups = Shape::kGroups;
+#ifndef FWD_AHEAD
+#define FWD_AHEAD 2
+#endif
+  static constexpr int kReadAhead = FWD_AHEAD;
   static constexpr int kRowBytes = Tile<kD>::kRowBytes;
   const ForwardArgs& args;
   uint32_t queries, ring;  // shared addresses
@@ -59,9 +63,7 @@ struct Forward {
   __device__ __forceinline__ void issue() {
     const int i = issued / 2;
     if (i < list.built()) {
-      load_tile<kD, Shape::kThreads>(ring + slot_in * Tile<kD>::kBytes,
-                                     list.tile_rows(list.stage(i), issued % 2 == 1), args.head_dim,
-                                     args.vectors);
+      list.template load<kD>(i, issued % 2 == 1, ring + slot_in * Tile<kD>::kBytes);
     }
     copy_async_commit();
     ++issued;
@@ -85,10 +87,27 @@ struct Forward {
 
   // ---- products ----
 
+  // Operands are read kReadAhead steps before the products that use them.
+
+  template <bool kFirst, bool kSecond>
+  __device__ __forceinline__ void load_queries(uint32_t (&q)[kGroups][4], int c) const {
+    const uint32_t left = Tile<kD>::left(queries, 16 * warp, lane) ^ (c * 32);
+    if constexpr (kFirst) load_matrices(left, q[0]);
+    if constexpr (kSecond) load_matrices(left + Tile<kD>::kBytes, q[kGroups - 1]);
+  }
+
   template <bool kFirst, bool kSecond>
   __device__ __forceinline__ void scores(float (&s)[kGroups][32], uint32_t keys) const {
+    constexpr int kSteps = kD / 16 * 4;
     const uint32_t right = Tile<kD>::right(keys, lane);
-    const uint32_t left = Tile<kD>::left(queries, 16 * warp, lane);
+    uint32_t q[2][kGroups][4], k[kReadAhead + 1][4];
+    const auto read = [&](int step) {
+      load_matrices((right ^ (step / 4 * 32)) + step % 4 * 16 * kRowBytes,
+                    k[step % (kReadAhead + 1)]);
+    };
+    load_queries<kFirst, kSecond>(q[0], 0);
+#pragma unroll
+    for (int step = 0; step < kReadAhead; ++step) read(step);
 #pragma unroll
     for (int g = 0; g < kGroups; ++g) {
 #pragma unroll
@@ -97,20 +116,16 @@ struct Forward {
       }
     }
 #pragma unroll
-    for (int c = 0; c < kD / 16; ++c) {
-      uint32_t q[kGroups][4];
-      if constexpr (kFirst) load_matrices(left ^ (c * 32), q[0]);
-      if constexpr (kSecond) load_matrices((left ^ (c * 32)) + Tile<kD>::kBytes, q[kGroups - 1]);
+    for (int step = 0; step < kSteps; ++step) {
+      const int c = step / 4, n = step % 4;
+      if (step + kReadAhead < kSteps) read(step + kReadAhead);
+      if (n == 1 && c + 1 < kD / 16) load_queries<kFirst, kSecond>(q[(c + 1) % 2], c + 1);
+      const uint32_t(&b)[4] = k[step % (kReadAhead + 1)];
 #pragma unroll
-      for (int n = 0; n < 4; ++n) {
-        uint32_t k[4];
-        load_matrices((right ^ (c * 32)) + n * 16 * kRowBytes, k);
-#pragma unroll
-        for (int g = 0; g < kGroups; ++g) {
-          if (g == 0 ? kFirst : kSecond) {
-            multiply<Element>(s[g] + 8 * n, q[g], k[0], k[1]);
-            multiply<Element>(s[g] + 8 * n + 4, q[g], k[2], k[3]);
-          }
+      for (int g = 0; g < kGroups; ++g) {
+        if (g == 0 ? kFirst : kSecond) {
+          multiply<Element>(s[g] + 8 * n, q[c % 2][g], b[0], b[1]);
+          multiply<Element>(s[g] + 8 * n + 4, q[c % 2][g], b[2], b[3]);
         }
       }
     }
@@ -118,28 +133,31 @@ struct Forward {
 
   template <bool kFirst, bool kSecond>
   __device__ __forceinline__ void output(const float (&s)[kGroups][32], uint32_t values) {
+    constexpr int kColumnSteps = kD / 16, kSteps = 4 * kColumnSteps;
     const uint32_t right = Tile<kD>::summed(values, lane);
+    uint32_t p[kGroups][4], v[kReadAhead + 1][4];
+    const auto read = [&](int step) {
+      load_matrices_transposed(
+          (right ^ (step % kColumnSteps * 32)) + step / kColumnSteps * 16 * kRowBytes,
+          v[step % (kReadAhead + 1)]);
+    };
 #pragma unroll
-    for (int c = 0; c < 4; ++c) {
-      uint32_t p[kGroups][4];
+    for (int step = 0; step < kReadAhead; ++step) read(step);
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      const int c = step / kColumnSteps, d = step % kColumnSteps;
+      if (step + kReadAhead < kSteps) read(step + kReadAhead);
+      const uint32_t(&b)[4] = v[step % (kReadAhead + 1)];
 #pragma unroll
       for (int g = 0; g < kGroups; ++g) {
         if (g == 0 ? kFirst : kSecond) {
+          if (d == 0) {
 #pragma unroll
-          for (int x = 0; x < 4; ++x)
-            p[g][x] = pack<Element>(s[g][8 * c + 2 * x], s[g][8 * c + 2 * x + 1]);
-        }
-      }
-#pragma unroll
-      for (int d = 0; d < kD / 16; ++d) {
-        uint32_t v[4];
-        load_matrices_transposed((right ^ (d * 32)) + c * 16 * kRowBytes, v);
-#pragma unroll
-        for (int g = 0; g < kGroups; ++g) {
-          if (g == 0 ? kFirst : kSecond) {
-            multiply<Element>(o[g] + 8 * d, p[g], v[0], v[1]);
-            multiply<Element>(o[g] + 8 * d + 4, p[g], v[2], v[3]);
+            for (int x = 0; x < 4; ++x)
+              p[g][x] = pack<Element>(s[g][8 * c + 2 * x], s[g][8 * c + 2 * x + 1]);
           }
+          multiply<Element>(o[g] + 8 * d, p[g], b[0], b[1]);
+          multiply<Element>(o[g] + 8 * d + 4, p[g], b[2], b[3]);
         }
       }
     }
@@ -263,10 +281,11 @@ struct Forward {
     list.begin(row, q_block);
 #pragma unroll
     for (int g = 0; g < kGroups; ++g) {
-      load_tile<kD, Shape::kThreads>(queries + g * Tile<kD>::kBytes,
-                                     query_rows(args, args.q, row / args.num_heads,
-                                                row % args.num_heads, q_block + g, list.bounds(g)),
-                                     args.head_dim, args.vectors);
+      load_any_tile<kD, Shape::kThreads>(
+          queries + g * Tile<kD>::kBytes,
+          query_rows(args, args.q, row / args.num_heads, row % args.num_heads, q_block + g,
+                     list.bounds(g)),
+          args.head_dim, args.vectors);
 #pragma unroll
       for (int x = 0; x < kD / 2; ++x) o[g][x] = 0;
       row_max[g][0] = row_max[g][1] = -INFINITY;
@@ -279,10 +298,10 @@ struct Forward {
     constexpr int kAhead = (Shape::kMaxSlots + 1) / 2;
     constexpr int kLast = kGroups - 1;
     begin_item();
-    list.refill(0, kAhead);
-    for (int t = 0; t < args.slots - 1; ++t) issue();
     for (int i = 0;; ++i) {
       list.refill(i, kAhead);
+#pragma unroll 1
+      while (issued < 2 * i + args.slots - 1) issue();
       if (i >= list.built()) break;
       const uint32_t info = list.stage(i).info;
       const bool both = kGroups > 1 && (info / kNeeded & 3) == 3;

@@ -24,12 +24,14 @@ struct KeyTile {
   int32_t start;       // position of the first key
   int32_t last;        // of the last one
   int32_t begin, end;  // query blocks
+  int32_t turn;        // of columns: heads and chunks of query blocks, in order
   bool columns;
 };
 
 template <int kWarps>
 struct KeyListMemory {
   Stage stages[kStagesHeld];
+  KeyTile tile;
   int32_t warp_counts[kWarps];
   int32_t item;
 };
@@ -41,18 +43,21 @@ class KeyList {
   static constexpr int kThreads = 32 * kWarps;
 
   __device__ __forceinline__ KeyList(const AttentionArgs& args, Memory& memory)
-      : args_(args), memory_(memory) {}
+      : args_(args), memory_(memory), stages_(shared_address(memory.stages)) {}
 
+  /// Before: a barrier after the last use of the item before.
   __device__ __forceinline__ void begin(const KeyTile& tile) {
-    tile_ = tile;
+    if (threadIdx.x == 0) memory_.tile = tile;
     head_ = built_ = 0;
     next_ = 0;
     finished_ = false;
+    __syncthreads();
   }
-  __device__ __forceinline__ const KeyTile& tile() const { return tile_; }
+  __device__ __forceinline__ const KeyTile& tile() const { return memory_.tile; }
   __device__ __forceinline__ int built() const { return built_; }
-  __device__ __forceinline__ const Stage& stage(int i) const {
-    return memory_.stages[i % kStagesHeld];
+  __device__ __forceinline__ Stage stage(int i) const {
+    const int4 v = load_shared_v4(stages_ + i % kStagesHeld * kStageBytes);
+    return {v.x, static_cast<uint32_t>(v.y), v.z, v.w};
   }
   /// Until more than `ahead` stages follow stage i - 1, or there are no more.
   __device__ __forceinline__ void refill(int i, int ahead) {
@@ -61,10 +66,11 @@ class KeyList {
 
  private:
   __device__ __forceinline__ void append() {
-    const SourceArgs& source = args_.sources[tile_.source];
-    const bool entries = !tile_.columns && source.kind == BlockListKind::kEntries;
-    while (head_ < tile_.num_rows) {
-      const int total = entries ? source.num_entries[tile_.row + head_] : tile_.end - tile_.begin;
+    const SourceArgs& source = args_.sources[memory_.tile.source];
+    const bool entries = !memory_.tile.columns && source.kind == BlockListKind::kEntries;
+    while (head_ < memory_.tile.num_rows) {
+      const int total = entries ? source.num_entries[memory_.tile.row + head_]
+                                : memory_.tile.end - memory_.tile.begin;
       if (next_ < total) return append_blocks(source, entries, total);
       ++head_;
       next_ = 0;
@@ -76,8 +82,8 @@ class KeyList {
   __device__ __forceinline__ int by_entry(const SourceArgs& source, int row, int i) const {
     const Entry entry = source.entries[row * source.entry_capacity + i];
     const int m = source.blocks_per_stripe;
-    const int inside = tile_.first % m + entry.delta;
-    const int block = tile_.first + entry.lambda * m + entry.delta;
+    const int inside = memory_.tile.first % m + entry.delta;
+    const int block = memory_.tile.first + entry.lambda * m + entry.delta;
     return inside < 0 || inside >= m || block < 0 || block >= args_.num_q_blocks ? -1 : block;
   }
 
@@ -88,8 +94,8 @@ class KeyList {
     while (low < high) {
       const int64_t middle = (low + high) / 2;
       const int found = source.key_blocks[middle];
-      if (found == tile_.first) return true;
-      if (found < tile_.first)
+      if (found == memory_.tile.first) return true;
+      if (found < memory_.tile.first)
         low = middle + 1;
       else
         high = middle;
@@ -98,23 +104,27 @@ class KeyList {
   }
 
   __device__ __forceinline__ void append_blocks(const SourceArgs& source, bool entries, int total) {
-    const int row = tile_.row + head_;
+    const int row = memory_.tile.row + head_;
     const int i = next_ + static_cast<int>(threadIdx.x);
     next_ += kThreads;
     Stage stage{-1, 0, 0, row};
-    if (i < total) stage.key = entries ? by_entry(source, row, i) : tile_.begin + i;
+    if (i < total) stage.key = entries ? by_entry(source, row, i) : memory_.tile.begin + i;
     bool needed = false;
     if (stage.key >= 0) {
       const QueryBounds query =
           args_.bounds[int64_t{row / args_.num_heads} * args_.num_q_blocks + stage.key];
       stage.start = query.first;
-      needed = query.last >= 0 && tile_.start <= query.last && tile_.last >= query.document_min;
-      if (needed && !entries && !tile_.columns) needed = has_key_block(source, row, stage.key);
-      const bool masked =
-          tile_.last > query.first || tile_.start < query.document_max || tile_.keys < 64;
+      needed = query.last >= 0 && memory_.tile.start <= query.last &&
+               memory_.tile.last >= query.document_min;
+      if (needed && !entries && !memory_.tile.columns)
+        needed = has_key_block(source, row, stage.key);
+      const bool masked = memory_.tile.last > query.first ||
+                          memory_.tile.start < query.document_max || memory_.tile.keys < 64;
       if (masked) stage.info |= kMasked;
-      if (tile_.columns) stage.info |= kColumns;
+      if (memory_.tile.columns) stage.info |= kColumns;
       if (query.first / 64 != query.last / 64) stage.info |= kEach;
+      if (args_.vectors && query.last - query.first == 63 * args_.position_stride)
+        stage.info |= kWhole;
     }
     const uint32_t votes = __ballot_sync(~0u, needed);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -135,7 +145,7 @@ class KeyList {
 
   const AttentionArgs& args_;
   Memory& memory_;
-  KeyTile tile_{};
+  uint32_t stages_;  // shared address
   int head_ = 0, next_ = 0, built_ = 0;
   bool finished_ = false;
 };

@@ -14,26 +14,37 @@
 namespace mtraining::kernels::sm80 {
 
 /// A tile of the walk. Query lists: key is the key block or the first column, start the position of its first key. Key lists:
-/// key is the query block, start the position of its first row, row the sample and head.
+/// key is the query block, start the position of its first row. row: the sample and head.
 struct alignas(16) Stage {
   int32_t key;
   uint32_t info;
   int32_t start;
   int32_t row;
 };
+/// Where a query list's stage lies in memory: its first row where it is whole, else row 0 of the source.
+struct alignas(16) StageRows {
+  const char *k, *v;
+};
 // Stage::info: the source in the low byte, and for each group of 64 queries:
 inline constexpr uint32_t kColumns = 1u << 8;  // of the whole stage: keys are columns
 inline constexpr uint32_t kNeeded = 1u << 9;   // << group
 inline constexpr uint32_t kMasked = 1u << 11;  // << group: some pair does not count
 inline constexpr uint32_t kEach = 1u << 13;    // << group: columns, compared pair by pair
-inline constexpr int kStagesHeld = 256;        // of the list in shared memory
-inline constexpr int kBitsHeld = 32;
+inline constexpr uint32_t kWhole = 1u
+                                   << 15;  // of the whole stage: 64 consecutive rows that all count
+inline constexpr uint32_t kStagesHeld = 256;  // of the list in shared memory
+inline constexpr uint32_t kStageBytes = sizeof(Stage);
+inline constexpr uint32_t kBitsHeld = 16;  // column stages
 
 template <int kGroups, int kWarps>
 struct QueryListMemory {
   Stage stages[kStagesHeld];
-  uint64_t bits[kBitsHeld][2];  // of column stages: which keys may count, per group
+  StageRows rows[kStagesHeld];
+  uint64_t bits[kBitsHeld][2];    // of column stages: which keys may count, per group
+  int32_t tokens[kBitsHeld][64];  // of column stages: rows of k and v
   QueryBounds bounds[2];
+  int32_t source, next,
+      columns;  // where the walk goes on; next: candidates (blocks), tiles (columns)
   int32_t warp_counts[kWarps];
   int32_t item;
 };
@@ -45,14 +56,15 @@ class QueryList {
   static constexpr int kThreads = 32 * kWarps;
 
   __device__ __forceinline__ QueryList(const AttentionArgs& args, Memory& memory)
-      : args_(args), memory_(memory) {}
+      : args_(args), memory_(memory), stages_(shared_address(memory.stages)) {}
 
   /// Before: a barrier after the last use of the item before.
   __device__ __forceinline__ void begin(int row, int q_block) {
     row_ = row;
     q_block_ = q_block;
-    source_ = next_ = built_ = 0;
-    columns_ = finished_ = false;
+    built_ = 0;
+    finished_ = false;
+    if (threadIdx.x == 0) memory_.source = memory_.next = memory_.columns = 0;
     if (threadIdx.x < kGroups) {
       QueryBounds bounds{0, -1, 0, 0};
       const int block = q_block + static_cast<int>(threadIdx.x);
@@ -65,8 +77,9 @@ class QueryList {
 
   __device__ __forceinline__ int built() const { return built_; }
   __device__ __forceinline__ bool finished() const { return finished_; }
-  __device__ __forceinline__ const Stage& stage(int i) const {
-    return memory_.stages[i % kStagesHeld];
+  __device__ __forceinline__ Stage stage(int i) const {
+    const int4 v = load_shared_v4(stages_ + i % kStagesHeld * kStageBytes);
+    return {v.x, static_cast<uint32_t>(v.y), v.z, v.w};
   }
   __device__ __forceinline__ uint64_t bits(int i, int group) const {
     return memory_.bits[i % kBitsHeld][group];
@@ -80,57 +93,101 @@ class QueryList {
     while (built_ - i <= ahead && !finished_) append();
   }
 
-  /// Rows of k (v) that stage i needs.
-  __device__ __forceinline__ TileRows tile_rows(const Stage& stage, bool values) const {
+  /// Starts the copy of stage i's keys or values.
+  template <int kD>
+  __device__ __forceinline__ void load(int i, bool values, uint32_t tile) const {
+    const Stage stage = this->stage(i);
     const SourceArgs& source = args_.sources[stage.info & 0xFF];
-    const Rows& rows = values ? source.v : source.k;
-    const char* head =
-        head_of(rows, row_ / args_.num_heads, row_ % args_.num_heads / args_.heads_per_kv_head);
+    const int4 at = load_shared_v4(stages_ + (kStagesHeld + i % kStagesHeld) * kStageBytes);
+    const uint64_t address = static_cast<uint32_t>(values ? at.z : at.x) |
+                             static_cast<uint64_t>(static_cast<uint32_t>(values ? at.w : at.y))
+                                 << 32;
+    const char* rows = reinterpret_cast<const char*>(address);
+    const int64_t stride = values ? source.v.stride_token : source.k.stride_token;
+    if ((stage.info & kWhole) != 0) {
+      load_whole_tile<kD, kThreads>(tile, rows, stride, args_.head_dim);
+      return;
+    }
     if ((stage.info & kColumns) != 0) {
-      return {head,
-              rows.stride_token,
-              source.column_rows + row_ * source.column_capacity + stage.key,
-              0,
-              source.column_counts[row_] - stage.key,
-              0,
-              0,
-              0,
-              0};
+      const int32_t* tokens = memory_.tokens[i % kBitsHeld];
+      const int count = source.column_counts[row_] - stage.key;
+      if (args_.vectors)
+        load_listed_tile<kD, kThreads>(tile, rows, stride, tokens, count, args_.head_dim);
+      else
+        load_any_tile<kD, kThreads>(tile, {rows, stride, tokens, 0, count, 0, 0, 0, 0},
+                                    args_.head_dim, false);
+      return;
     }
-    int lowest = INT_MAX, highest = -1;
-#pragma unroll
-    for (int g = 0; g < kGroups; ++g) {
-      if (bounds(g).last < 0) continue;
-      lowest = min(lowest, bounds(g).document_min);
-      highest = max(highest, bounds(g).last);
-    }
-    return {head,
-            rows.stride_token,
-            nullptr,
-            stage.key * 64,
-            source.num_keys - stage.key * 64,
-            stage.start,
-            args_.position_stride,
-            lowest,
-            highest};
+    const TileRows from{rows,
+                        stride,
+                        nullptr,
+                        stage.key * 64,
+                        source.num_keys - stage.key * 64,
+                        stage.start,
+                        args_.position_stride,
+                        lowest(),
+                        highest()};
+    load_any_tile<kD, kThreads>(tile, from, args_.head_dim, args_.vectors);
   }
 
  private:
+  /// Positions outside these no query of the set may see.
+  __device__ __forceinline__ int lowest() const {
+    int lowest = INT_MAX;
+#pragma unroll
+    for (int g = 0; g < kGroups; ++g)
+      if (memory_.bounds[g].last >= 0) lowest = min(lowest, memory_.bounds[g].document_min);
+    return lowest;
+  }
+  __device__ __forceinline__ int highest() const {
+    int highest = -1;
+#pragma unroll
+    for (int g = 0; g < kGroups; ++g) highest = max(highest, memory_.bounds[g].last);
+    return highest;
+  }
+
+  /// Where the rows of a stage lie, in their place in shared memory.
+  __device__ __forceinline__ void put(int at, Stage stage) const {
+    const SourceArgs& source = args_.sources[stage.info & 0xFF];
+    const int batch = row_ / args_.num_heads;
+    const int kv_head = row_ % args_.num_heads / args_.heads_per_kv_head;
+    StageRows rows{head_of(source.k, batch, kv_head), head_of(source.v, batch, kv_head)};
+    const bool block = (stage.info & kColumns) == 0;
+    if (block && args_.vectors && source.num_keys - stage.key * 64 >= 64 &&
+        stage.start >= lowest() && stage.start + 63 * args_.position_stride <= highest()) {
+      stage.info |= kWhole;
+      rows.k += stage.key * 64 * source.k.stride_token;
+      rows.v += stage.key * 64 * source.v.stride_token;
+    }
+    memory_.stages[at % kStagesHeld] = stage;
+    memory_.rows[at % kStagesHeld] = rows;
+  }
+
   __device__ __forceinline__ void append() {
-    while (source_ < args_.num_sources) {
-      const SourceArgs& source = args_.sources[source_];
-      if (!columns_) {
+    int next = memory_.next;
+    bool columns = memory_.columns != 0;
+    for (int s = memory_.source; s < args_.num_sources;) {
+      const SourceArgs& source = args_.sources[s];
+      if (!columns) {
         const int total = source.block_starts == nullptr ? 0 : candidates(source);
-        if (next_ < total) return append_blocks(source);
+        if (next < total) return append_blocks(source, s, next);
       } else if (source.column_counts != nullptr) {
         const int count = source.column_counts[row_];
-        if (next_ * 64 < count) return append_columns(source, count);
+        if (next * 64 < count) return append_columns(source, s, next, count);
       }
-      if (columns_) ++source_;
-      columns_ = !columns_;
-      next_ = 0;
+      if (columns) ++s;
+      columns = !columns;
+      next = 0;
     }
     finished_ = true;
+  }
+
+  /// Where the next append() goes on. Between two barriers.
+  __device__ __forceinline__ void go_on(int source, int next, bool columns) const {
+    if (threadIdx.x != 0) return;
+    memory_.source = source;
+    memory_.next = next;
+    memory_.columns = columns ? 1 : 0;
   }
 
   // ---- blocks ----
@@ -203,11 +260,10 @@ class QueryList {
     return (kNeeded | (masked ? kMasked : 0)) << group;
   }
 
-  __device__ __forceinline__ void append_blocks(const SourceArgs& source) {
-    const int candidate = next_ + static_cast<int>(threadIdx.x);
-    next_ += kThreads;
+  __device__ __forceinline__ void append_blocks(const SourceArgs& source, int s, int next) {
+    const int candidate = next + static_cast<int>(threadIdx.x);
     const int group = candidate % kGroups, e = candidate / kGroups;
-    Stage stage{-1, static_cast<uint32_t>(source_), 0, row_};
+    Stage stage{-1, static_cast<uint32_t>(s), 0, row_};
     if (memory_.bounds[group].last >= 0) stage.key = key_block(source, group, e);
     uint32_t flags = 0;
     if (stage.key >= 0) {
@@ -221,6 +277,7 @@ class QueryList {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     if (lane == 0) memory_.warp_counts[warp] = __popc(needed);
     __syncthreads();
+    go_on(s, next + kThreads, false);
     int before = 0, total = 0;
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) {
@@ -228,8 +285,7 @@ class QueryList {
       if (w < warp) before += count;
       total += count;
     }
-    if (flags != 0)
-      memory_.stages[(built_ + before + __popc(needed & ((1u << lane) - 1))) % kStagesHeld] = stage;
+    if (flags != 0) put(built_ + before + __popc(needed & ((1u << lane) - 1)), stage);
     built_ += total;
     __syncthreads();
   }
@@ -237,19 +293,21 @@ class QueryList {
   // ---- columns ----
 
   /// A warp looks at two tiles of 64 columns, two columns a lane.
-  __device__ __forceinline__ void append_columns(const SourceArgs& source, int count) {
+  __device__ __forceinline__ void append_columns(const SourceArgs& source, int s, int next,
+                                                 int count) {
     constexpr int kTiles = 2;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int32_t* positions = source.column_positions + row_ * source.column_capacity;
-    const int first_tile = next_ + warp * kTiles;
-    next_ += kWarps * kTiles;
-    int position[kTiles][2];
+    const int first_tile = next + warp * kTiles;
+    const int32_t* tokens = source.column_rows + row_ * source.column_capacity;
+    int position[kTiles][2], token[kTiles][2];
 #pragma unroll
     for (int u = 0; u < kTiles; ++u) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const int column = (first_tile + u) * 64 + 32 * h + lane;
         position[u][h] = column < count ? positions[column] : INT_MAX;
+        token[u][h] = column < count ? tokens[column] : 0;
       }
     }
     uint32_t flags[kTiles];
@@ -283,7 +341,8 @@ class QueryList {
       beyond |= lane == 0 && later;  // positions ascend: nor does any later column count
     }
     if (lane == 0) memory_.warp_counts[warp] = (flags[0] != 0) + (flags[1] != 0);
-    if (__syncthreads_or(beyond)) next_ = (count + 63) / 64;
+    const bool last = __syncthreads_or(beyond) != 0;
+    go_on(s, last ? (count + 63) / 64 : next + kWarps * kTiles, true);
     int before = 0, total = 0;
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) {
@@ -291,17 +350,18 @@ class QueryList {
       if (w < warp) before += tiles;
       total += tiles;
     }
-    if (lane == 0) {
-      int at = built_ + before;
+    int at = built_ + before;
 #pragma unroll
-      for (int u = 0; u < kTiles; ++u) {
-        if (flags[u] == 0) continue;
-        memory_.stages[at % kStagesHeld] = {
-            (first_tile + u) * 64, static_cast<uint32_t>(source_) | kColumns | flags[u], 0, row_};
+    for (int u = 0; u < kTiles; ++u) {
+      if (flags[u] == 0) continue;
+      memory_.tokens[at % kBitsHeld][lane] = token[u][0];
+      memory_.tokens[at % kBitsHeld][lane + 32] = token[u][1];
+      if (lane == 0) {
+        put(at, {(first_tile + u) * 64, static_cast<uint32_t>(s) | kColumns | flags[u], 0, row_});
 #pragma unroll
         for (int g = 0; g < kGroups; ++g) memory_.bits[at % kBitsHeld][g] = bits[u][g];
-        ++at;
       }
+      ++at;
     }
     built_ += total;
     __syncthreads();
@@ -309,9 +369,9 @@ class QueryList {
 
   const AttentionArgs& args_;
   Memory& memory_;
+  uint32_t stages_;  // shared address; rows follow
   int row_ = 0, q_block_ = 0;
-  int source_ = 0, next_ = 0;  // next_: candidates (blocks), tiles (columns)
-  bool columns_ = false, finished_ = false;
+  bool finished_ = false;
   int built_ = 0;
 };
 

@@ -31,6 +31,7 @@ __device__ __forceinline__ void mask_scores(float (&s)[32], const AttentionArgs&
     }
     return;
   }
+  // Pair by pair, in a loop of its own: rare, and short code.
   int position[2], document[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -42,35 +43,27 @@ __device__ __forceinline__ void mask_scores(float (&s)[32], const AttentionArgs&
             ? args.document_start[stage.row / args.num_heads * args.document_stride_batch + token]
             : 0;
   }
-  if (!columns) {
-    const int keys = source.num_keys - stage.key * 64;
-#pragma unroll
-    for (int c = 0; c < 16; ++c) {
-      const int j = c / 2, e = c % 2;
-      const int key = 8 * j + first + e;
-      const int at = stage.start + key * args.position_stride;
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        if (key >= keys || at > position[r] || at < document[r]) s[4 * j + 2 * r + e] = -INFINITY;
-      }
-    }
-    return;
-  }
-  const bool straddles = bounds.first / 64 != bounds.last / 64;
+  const bool straddles = columns && bounds.first / 64 != bounds.last / 64;
   const int32_t* positions =
       source.column_positions + stage.row * source.column_capacity + stage.key;
-#pragma unroll
+  const int keys = source.num_keys - stage.key * 64;
+  uint32_t hidden = 0;  // bit x: of s[x]
+#pragma unroll 1
   for (int c = 0; c < 16; ++c) {
-    const int j = c / 2, e = c % 2;
-    const bool counts = (bits >> (8 * j + e) & 1) != 0;
-    const int at = counts ? positions[8 * j + first + e] : INT_MAX;
+    const int key = c / 2 * 8 + first + c % 2;
+    const bool exists = columns ? (bits >> (key - first) & 1) != 0 : key < keys;
+    int at = INT_MAX;
+    if (exists) at = columns ? positions[key] : stage.start + key * args.position_stride;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       if (at > position[r] || at < document[r] ||
           (straddles && diagonal_chosen(args, stage.row, position[r], at)))
-        s[4 * j + 2 * r + e] = -INFINITY;
+        hidden |= 1u << (c / 2 * 4 + 2 * r + c % 2);
     }
   }
+#pragma unroll
+  for (int x = 0; x < 32; ++x)
+    if ((hidden >> x & 1) != 0) s[x] = -INFINITY;
 }
 
 }  // namespace mtraining::kernels::sm80

@@ -1,8 +1,9 @@
 // Small inputs that hurt other implementations, on the sm_80 kernels: strides beyond 32 bits, expanded inputs, one-key rows, empty
-// rows whose memory holds NaN, huge scores on masked lanes. What the right answer is can be seen without an oracle.
+// rows whose memory holds NaN, huge scores on masked lanes, thousands of columns. What the right answer is can be seen without an oracle.
 #include <cuda_runtime.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -97,6 +98,9 @@ struct Small {
   int64_t seq_len = 1 << 20;
   double scale = 1;
   std::vector<int32_t> document_start;
+  ColumnLists columns;  // instead of blocks
+  const uint64_t* diagonal_bits = nullptr;
+  int64_t diagonal_words = 0;
   std::vector<float> lse, delta;
 
   void forward(const Matrix& q, const Matrix& k, const Matrix& v, const Matrix& out) {
@@ -172,9 +176,14 @@ struct Small {
     source.v = v.view();
     source.num_keys = keys;
     source.block_starts = k_starts_memory.get<int32_t>();
-    source.blocks.kind = BlockListKind::kCsr;
-    source.blocks.row_begin = begin_memory.get<int64_t>();
-    source.blocks.key_blocks = keys_memory.get<int32_t>();
+    source.columns = columns;
+    p.diagonal_bits = diagonal_bits;
+    p.diagonal_words = diagonal_words;
+    if (columns.counts == nullptr) {
+      source.blocks.kind = BlockListKind::kCsr;
+      source.blocks.row_begin = begin_memory.get<int64_t>();
+      source.blocks.key_blocks = keys_memory.get<int32_t>();
+    }
     p.num_sources = 1;
     fn(p, source);
   }
@@ -347,6 +356,117 @@ TEST(Sm80Strides, HugeScoresOnMaskedLanesLeaveNoTrace) {
         }
         EXPECT_NEAR(got[i * kDim], expected / sum, 0.01 * (1 + expected / sum)) << i;
       }
+    }
+  }
+}
+
+// 8300 columns in an order of their own and a bitmap that hides some, one head; also the chunks of the backward: 70 and 20000
+// queries. Against float64.
+TEST(Sm80Strides, ThousandsOfColumns) {
+  MT_NEEDS_DEVICE();
+  constexpr int64_t kDim = 64, kColumns = 8300;
+  for (const int64_t queries : {70, 20000}) {
+    const int32_t q_start = queries == 70 ? 9024 : 0;
+    Matrix in[4], out[4];
+    std::vector<float> values[4];
+    for (int i = 0; i < 4; ++i) {
+      const int64_t tokens = i == 1 || i == 2 ? kColumns : queries;
+      values[i] = normal(tokens * kDim, 50 + i);
+      in[i] = Matrix::contiguous(tokens, kDim, 2);
+      in[i].write(values[i]);
+      const int64_t out_tokens = i == 2 || i == 3 ? kColumns : queries;
+      out[i] = Matrix::contiguous(out_tokens, kDim, 4);
+    }
+    std::vector<int32_t> rows(kColumns), positions(kColumns);
+    for (int64_t c = 0; c < kColumns; ++c) {
+      rows[c] = static_cast<int32_t>(c * 4001 % kColumns);
+      positions[c] = static_cast<int32_t>(c + c / 12);
+    }
+    const std::vector<int32_t> counts{kColumns};
+    const std::vector<uint64_t> bits(8, 0x8421084210842108ull);
+    const DeviceMemory rows_memory(rows), positions_memory(positions), counts_memory(counts),
+        bits_memory(bits);
+    Small small;
+    small.queries = queries;
+    small.q_start = q_start;
+    small.keys = kColumns;
+    small.scale = 0.125;
+    small.columns = {rows_memory.get<int32_t>(), positions_memory.get<int32_t>(),
+                     counts_memory.get<int32_t>(), kColumns};
+    small.diagonal_bits = bits_memory.get<uint64_t>();
+    small.diagonal_words = 8;
+    small.seq_len = 8 * 64 * 64;
+    small.forward(in[0], in[1], in[2], out[0]);
+    const std::vector<float> got = out[0].read();
+    for (const bool deterministic : {true, false}) {
+      small.backward(in[0], in[1], in[2], out[0], in[3], out[1], out[2], out[3], deterministic);
+      const std::vector<float> dq = out[1].read(), dk = out[2].read(), dv = out[3].read();
+      // Sums over all queries of dk and dv are checked through their products with fixed vectors, rows of out and dq one by one.
+      std::vector<double> dv_sum(kDim, 0), dk_sum(kDim, 0);
+      double dq_error = 0, dq_norm = 0;
+      for (int64_t i = 0; i < queries; i += queries == 70 ? 1 : 997) {
+        const int64_t position = q_start + i;
+        std::vector<double> p(kColumns, 0), row(kDim, 0), dp(kColumns, 0), expected(kDim, 0);
+        double top = -INFINITY, sum = 0, delta = 0;
+        const auto counts_here = [&](int64_t c) {
+          const int64_t diagonal = position / 64 - positions[c] / 64;
+          return positions[c] <= position && (bits[diagonal / 64] >> (diagonal % 64) & 1) == 0;
+        };
+        for (int64_t c = 0; c < kColumns; ++c) {
+          if (!counts_here(c)) continue;
+          for (int64_t d = 0; d < kDim; ++d) {
+            p[c] += 0.125 * values[0][i * kDim + d] * values[1][rows[c] * kDim + d];
+            dp[c] += double{values[3][i * kDim + d]} * values[2][rows[c] * kDim + d];
+          }
+          top = std::max(top, p[c]);
+        }
+        for (int64_t c = 0; c < kColumns; ++c)
+          sum += p[c] = counts_here(c) ? std::exp(p[c] - top) : 0;
+        for (int64_t c = 0; c < kColumns && sum > 0; ++c) {
+          p[c] /= sum;
+          delta += p[c] * dp[c];
+          for (int64_t d = 0; d < kDim; ++d) row[d] += p[c] * values[2][rows[c] * kDim + d];
+        }
+        double error = 0, norm = 0;
+        for (int64_t d = 0; d < kDim; ++d) {
+          error += (row[d] - got[i * kDim + d]) * (row[d] - got[i * kDim + d]);
+          norm += row[d] * row[d];
+        }
+        ASSERT_LE(error, 1e-4 * norm + 1e-12) << i;
+        for (int64_t c = 0; c < kColumns && sum > 0; ++c) {
+          for (int64_t d = 0; d < kDim; ++d)
+            expected[d] += 0.125 * p[c] * (dp[c] - delta) * values[1][rows[c] * kDim + d];
+        }
+        for (int64_t d = 0; d < kDim; ++d) {
+          dq_error += (expected[d] - dq[i * kDim + d]) * (expected[d] - dq[i * kDim + d]);
+          dq_norm += expected[d] * expected[d];
+        }
+        if (queries == 70) {
+          for (int64_t c = 0; c < kColumns; ++c) {
+            for (int64_t d = 0; d < kDim; ++d) {
+              dv_sum[d] += std::cos(rows[c]) * p[c] * values[3][i * kDim + d];
+              dk_sum[d] +=
+                  std::cos(rows[c]) * 0.125 * p[c] * (dp[c] - delta) * values[0][i * kDim + d];
+            }
+          }
+        }
+      }
+      EXPECT_LE(dq_error, 4e-4 * dq_norm);
+      if (queries > 70) continue;
+      double dv_error = 0, dv_norm = 0, dk_error = 0, dk_norm = 0;
+      for (int64_t d = 0; d < kDim; ++d) {
+        double v = 0, k = 0;
+        for (int64_t c = 0; c < kColumns; ++c) {
+          v += std::cos(c) * dv[c * kDim + d];
+          k += std::cos(c) * dk[c * kDim + d];
+        }
+        dv_error += (v - dv_sum[d]) * (v - dv_sum[d]);
+        dk_error += (k - dk_sum[d]) * (k - dk_sum[d]);
+        dv_norm += dv_sum[d] * dv_sum[d];
+        dk_norm += dk_sum[d] * dk_sum[d];
+      }
+      EXPECT_LE(dv_error, 1e-4 * dv_norm);
+      EXPECT_LE(dk_error, 1e-4 * dk_norm);
     }
   }
 }

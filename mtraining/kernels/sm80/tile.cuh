@@ -34,7 +34,7 @@ struct Tile {
 
 /// Where a tile's rows come from.
 struct TileRows {
-  const char* head;         // of (batch, head)
+  const char* head;         // of (batch, head), its first token; whole: of the tile's first token
   int64_t stride;           // bytes from token to token
   const int32_t* tokens;    // null: consecutive from first
   int32_t first, count;     // rows at and beyond count are zeros
@@ -51,27 +51,71 @@ __device__ __forceinline__ uint4 load_elements(const void* from) {
   return make_uint4(v[0], v[1], v[2], v[3]);
 }
 
-/// Starts the copy of 64 rows; columns at and beyond head_dim are zeros. Not committed.
+/// How the threads of a block share a tile: each has one 16-byte chunk of every kRowsAtOnce-th row.
 template <int kD, int kThreads>
-__device__ __forceinline__ void load_tile(uint32_t tile, const TileRows& from, int head_dim,
-                                          bool vectors) {
-  constexpr int kRowsAtOnce = kThreads / Tile<kD>::kChunks;
-  const int chunk = threadIdx.x % Tile<kD>::kChunks;
-  const char* column = from.head + chunk * 16;
+struct TileShare {
+  static constexpr int kRowsAtOnce = kThreads / Tile<kD>::kChunks;
+  static constexpr int kCopies = 64 / kRowsAtOnce;
+  static_assert(kRowsAtOnce % 8 == 0 || kRowsAtOnce == 4);
+  static __device__ __forceinline__ int chunk() { return threadIdx.x % Tile<kD>::kChunks; }
+  static __device__ __forceinline__ int row(int i) {
+    return static_cast<int>(threadIdx.x) / Tile<kD>::kChunks + i * kRowsAtOnce;
+  }
+  static __device__ __forceinline__ uint32_t to(uint32_t tile, int i) {
+    return tile + row(i) * Tile<kD>::kRowBytes + ((chunk() ^ (row(i) % 8)) << 4);
+  }
+};
+
+/// Starts the copy of 64 consecutive rows on 16 bytes, all of which count; columns at and beyond head_dim are zeros. Not
+/// committed.
+template <int kD, int kThreads>
+__device__ __forceinline__ void load_whole_tile(uint32_t tile, const char* first, int64_t stride,
+                                                int head_dim) {
+  using Share = TileShare<kD, kThreads>;
+  const bool valid = Share::chunk() * 8 < head_dim;
+  const char* at = first + Share::row(0) * stride + (valid ? Share::chunk() * 16 : 0);
 #pragma unroll
-  for (int i = 0; i < 64 / kRowsAtOnce; ++i) {
-    const int r = threadIdx.x / Tile<kD>::kChunks + i * kRowsAtOnce;
+  for (int i = 0; i < Share::kCopies; ++i) {
+    copy_async_16(Share::to(tile, i), at, valid);
+    at += Share::kRowsAtOnce * stride;
+  }
+}
+
+/// The same of rows that a list names; rows at and beyond count are zeros.
+template <int kD, int kThreads>
+__device__ __forceinline__ void load_listed_tile(uint32_t tile, const char* head, int64_t stride,
+                                                 const int32_t* tokens, int count, int head_dim) {
+  using Share = TileShare<kD, kThreads>;
+  const bool column_valid = Share::chunk() * 8 < head_dim;
+  const char* column = head + (column_valid ? Share::chunk() * 16 : 0);
+#pragma unroll
+  for (int i = 0; i < Share::kCopies; ++i) {
+    const int r = Share::row(i);
+    const bool valid = column_valid && r < count;
+    const int64_t token = valid ? tokens[r] : 0;
+    copy_async_16(Share::to(tile, i), column + token * stride, valid);
+  }
+}
+
+/// Any 64 rows; columns at and beyond head_dim are zeros.
+template <int kD, int kThreads>
+__device__ __forceinline__ void load_any_tile(uint32_t tile, const TileRows& from, int head_dim,
+                                              bool vectors) {
+  using Share = TileShare<kD, kThreads>;
+  const char* column = from.head + Share::chunk() * 16;
+#pragma unroll 1
+  for (int i = 0; i < Share::kCopies; ++i) {
+    const int r = Share::row(i);
     const int position = from.start + r * from.step;
     const bool valid = r < from.count && position >= from.lowest && position <= from.highest &&
-                       chunk * 8 < head_dim;
+                       Share::chunk() * 8 < head_dim;
     int64_t token = from.first + r;
     if (from.tokens != nullptr) token = valid ? from.tokens[r] : 0;
     const char* at = valid ? column + token * from.stride : from.head;
-    const uint32_t to = tile + r * Tile<kD>::kRowBytes + ((chunk ^ (r % 8)) << 4);
     if (vectors) {
-      copy_async_16(to, at, valid);
+      copy_async_16(Share::to(tile, i), at, valid);
     } else {
-      store_shared_v4(to, valid ? load_elements(at) : make_uint4(0, 0, 0, 0));
+      store_shared_v4(Share::to(tile, i), valid ? load_elements(at) : make_uint4(0, 0, 0, 0));
     }
   }
 }
@@ -95,15 +139,22 @@ __device__ __forceinline__ TileRows query_rows(const AttentionArgs& args, const 
           bounds.last};
 }
 
-/// Whether the diagonal of a pair of positions is chosen in row's bitmap.
-__device__ __forceinline__ bool diagonal_chosen(const AttentionArgs& args, int row, int q_position,
-                                                int k_position) {
+/// The word of row's bitmap with the diagonal of a pair of positions; 0 where there is none.
+__device__ __forceinline__ uint32_t diagonal_word(const AttentionArgs& args, int row,
+                                                  int q_position, int k_position) {
   const int diagonal = q_position / 64 - k_position / 64;
   if (args.diagonal_bits == nullptr || diagonal < 0 || diagonal >= args.diagonal_words * 64)
-    return false;
-  const auto* words =
-      reinterpret_cast<const uint32_t*>(args.diagonal_bits + row * args.diagonal_words);
-  return (words[diagonal / 32] >> (diagonal % 32) & 1) != 0;
+    return 0;
+  return reinterpret_cast<const uint32_t*>(args.diagonal_bits +
+                                           row * args.diagonal_words)[diagonal / 32];
+}
+__device__ __forceinline__ bool diagonal_bit(uint32_t word, int q_position, int k_position) {
+  return (word >> ((q_position / 64 - k_position / 64) & 31) & 1) != 0;
+}
+/// Whether the diagonal of a pair of positions is chosen.
+__device__ __forceinline__ bool diagonal_chosen(const AttentionArgs& args, int row, int q_position,
+                                                int k_position) {
+  return diagonal_bit(diagonal_word(args, row, q_position, k_position), q_position, k_position);
 }
 
 }  // namespace mtraining::kernels::sm80
