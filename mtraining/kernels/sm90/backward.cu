@@ -10,6 +10,8 @@ namespace mtraining::kernels::sm90 {
 namespace {
 
 constexpr int64_t kCounterBytes = 256;
+// As in the forward: keys beyond about half of L2, and the heads of one kv head are done before the next one's.
+constexpr int64_t kGroupAboveBytes = int64_t{24} << 20;
 constexpr int32_t kColumnQueryBlocks = 128;
 
 int64_t blocks_of(int64_t tokens) { return (tokens + kBlock - 1) / kBlock; }
@@ -38,6 +40,12 @@ BackwardLauncher launcher(DType dtype, int64_t head_dim) {
   if (dtype == DType::kFloat16 && head_dim == 128) return launch_backward_fp16_d128;
   if (dtype == DType::kFloat16 && head_dim == 64) return launch_backward_fp16_d64;
   return nullptr;
+}
+
+QueryLauncher query_launcher(DType dtype, int64_t head_dim) {
+  if (dtype == DType::kBFloat16)
+    return head_dim == 128 ? launch_queries_bf16_d128 : launch_queries_bf16_d64;
+  return head_dim == 128 ? launch_queries_fp16_d128 : launch_queries_fp16_d64;
 }
 
 void check_types(const BackwardParams& p) {
@@ -134,6 +142,46 @@ void scatter(const BackwardParams& p, const BackwardArgs& from, int first, int l
              "adding the gradients of columns");
 }
 
+/// dq alone, from the same sources and gathered columns, in the order of their lists.
+void queries(const BackwardParams& p, const BackwardArgs& from, int64_t keys_bytes, int num_sms) {
+  QueryArgs args = {};
+  args.q = from.q;
+  args.dout = from.dout;
+  args.gathered_k = from.gathered_k;
+  args.gathered_v = from.gathered_v;
+  std::copy_n(from.sources, from.num_sources, args.sources);
+  args.num_sources = from.num_sources;
+  args.num_heads = from.num_heads;
+  args.heads_per_kv_head = from.heads_per_kv_head;
+  args.num_rows = from.num_rows;
+  args.num_queries = from.num_queries;
+  args.num_q_blocks = from.num_q_blocks;
+  args.group_rows = keys_bytes > kGroupAboveBytes ? args.heads_per_kv_head : args.num_rows;
+  args.gathered_rows = from.gathered_rows;
+  args.q_head_step = from.q_head_step;
+  args.q_batch_step = from.q_batch_step;
+  args.dout_head_step = from.dout_head_step;
+  args.dout_batch_step = from.dout_batch_step;
+  args.seq_len = from.seq_len;
+  args.position_stride = from.position_stride;
+  args.q_block_starts = p.q_block_starts;
+  args.document_start = from.document_start;
+  args.document_stride_batch = from.document_stride_batch;
+  args.diagonal_bits = from.diagonal_bits;
+  args.diagonal_words = from.diagonal_words;
+  args.scale_log2 = from.scale_log2;
+  args.scale = from.scale;
+  args.statistics = from.statistics;
+  args.dq = static_cast<float*>(p.dq.data);
+  args.dq_stride_batch = p.dq.stride_batch;
+  args.dq_stride_token = p.dq.stride_token;
+  args.dq_stride_head = p.dq.stride_head;
+  args.next_item = from.next_item + 1;
+  check_cuda(
+      query_launcher(p.dtype, p.head_dim)(args, num_sms, static_cast<cudaStream_t>(p.stream)),
+      "launching dq");
+}
+
 /// One launch over sources[first, last).
 void backward_range(const BackwardParams& p, const Workspace& w, int first, int last, int num_sms) {
   BackwardArgs args = {};
@@ -207,10 +255,11 @@ void backward_range(const BackwardParams& p, const Workspace& w, int first, int 
                                static_cast<cudaStream_t>(p.stream)),
                "clearing the gradients of columns");
   }
-  check_cuda(
-      launcher(p.dtype, p.head_dim)(args, true, num_sms, static_cast<cudaStream_t>(p.stream)),
-      "launching");
+  check_cuda(launcher(p.dtype, p.head_dim)(args, !p.deterministic, num_sms,
+                                           static_cast<cudaStream_t>(p.stream)),
+             "launching");
   scatter(p, args, first, last);
+  if (p.deterministic) queries(p, args, keys_bytes(p, first, last), num_sms);
 }
 
 }  // namespace

@@ -9,6 +9,7 @@
 #include <cstdint>
 
 #include "mtraining/kernels/params.h"
+#include "mtraining/kernels/sm90/forward_args.cuh"
 #include "mtraining/kernels/sm90/source_args.cuh"
 
 namespace mtraining::kernels::sm90 {
@@ -65,6 +66,22 @@ cudaError_t launch_backward_fp16_d128(const BackwardArgs& args, bool with_querie
                                       cudaStream_t stream);
 cudaError_t launch_backward_fp16_d64(const BackwardArgs& args, bool with_queries, int num_sms,
                                      cudaStream_t stream);
+
+/// The walk by query blocks that computes dq in one order: the forward's arguments (out and lse unused) and what gradients need.
+struct QueryArgs : ForwardArgs {
+  CUtensorMap dout;
+  int32_t dout_head_step, dout_batch_step;
+  const float* statistics;  // as in BackwardArgs
+  float scale;              // softmax_scale
+  float* dq;
+  int64_t dq_stride_batch, dq_stride_token, dq_stride_head;
+};
+
+using QueryLauncher = cudaError_t (*)(const QueryArgs& args, int num_sms, cudaStream_t stream);
+cudaError_t launch_queries_bf16_d128(const QueryArgs& args, int num_sms, cudaStream_t stream);
+cudaError_t launch_queries_bf16_d64(const QueryArgs& args, int num_sms, cudaStream_t stream);
+cudaError_t launch_queries_fp16_d128(const QueryArgs& args, int num_sms, cudaStream_t stream);
+cudaError_t launch_queries_fp16_d64(const QueryArgs& args, int num_sms, cudaStream_t stream);
 
 /// What launch_prepare reads and writes.
 struct PrepareArgs {

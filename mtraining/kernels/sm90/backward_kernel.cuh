@@ -17,8 +17,8 @@ __global__ void __launch_bounds__(BackwardShape<kD, kWithQueries>::kThreads, 1)
   extern __shared__ __align__(1024) char memory[];
   const uint32_t base = shared_address(memory);
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
-  int lane;  // opaque: the compiler would read the thread's index again at every use
-  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+  // Through a shuffle: else the special register would be read again, slowly, at every use.
+  const int lane = __shfl_sync(~0u, threadIdx.x % 32, threadIdx.x % 32);
   if (threadIdx.x == 0) {
     constexpr int kConsumers = Shape::kConsumerWarps * kArrivals;
     for (int s = 0; s < Shape::kStages; ++s) {

@@ -43,6 +43,12 @@ std::vector<float> read_gradient(const DeviceMemory& memory, int64_t count, cons
   return values;
 }
 
+double distance(const std::vector<double>& a, const std::vector<double>& b) {
+  double sum = 0;
+  for (size_t i = 0; i < a.size(); ++i) sum += (a[i] - b[i]) * (a[i] - b[i]);
+  return std::sqrt(sum);
+}
+
 struct Solved {
   testing::Solution truth, plain;
 };
@@ -63,6 +69,40 @@ const Solved& solved(const Case& c, const testing::Problem& problem, const testi
     last = key;
   }
   return kept;
+}
+
+/// Runs the backward again into cleared memory, beside copies on another stream, and compares bits.
+void repeat(BackwardParams g, const std::vector<const DeviceMemory*>& gradients, int count) {
+  std::vector<std::vector<uint32_t>> first;
+  for (const DeviceMemory* memory : gradients) first.push_back(memory->read<uint32_t>());
+  std::vector<DeviceMemory> start;
+  for (const DeviceMemory* memory : gradients) {
+    std::vector<float> ones = memory->read<float>();
+    for (float& x : ones)
+      if (!std::isnan(x)) x = 1;
+    start.emplace_back(ones);
+  }
+  cudaStream_t other;
+  check_device(cudaStreamCreateWithFlags(&other, cudaStreamNonBlocking), "cudaStreamCreate");
+  const DeviceMemory busy(int64_t{256} << 20);
+  const DeviceMemory workspace(backward_workspace_bytes(g));
+  g.workspace = workspace.get();
+  g.workspace_bytes = workspace.bytes();
+  for (int i = 0; i < count; ++i) {
+    for (size_t n = 0; n < gradients.size(); ++n) {
+      check_device(cudaMemcpy(gradients[n]->get(), start[n].get(), start[n].bytes(),
+                              cudaMemcpyDeviceToDevice),
+                   "cudaMemcpy");
+    }
+    if (i % 2 == 1)
+      check_device(cudaMemsetAsync(busy.get(), i, busy.bytes(), other), "cudaMemsetAsync");
+    g.sm_margin = i * 7 % 130;
+    backward(g);
+    check_device(cudaDeviceSynchronize(), "the backward");
+    for (size_t n = 0; n < gradients.size(); ++n)
+      ASSERT_EQ(gradients[n]->read<uint32_t>(), first[n]) << "repeat " << i << ", gradient " << n;
+  }
+  cudaStreamDestroy(other);
 }
 
 Gradients run_case(const Case& c) {
@@ -249,6 +289,10 @@ Gradients run_case(const Case& c) {
         backward(g);
         check_device(cudaDeviceSynchronize(), "the backward");
       }
+      if (deterministic && c.repeats > 0) {
+        EXPECT_EQ(c.cp_size, 1);
+        repeat(g, {&dq, &dk[0], &dv[0]}, c.repeats);
+      }
       const std::vector<float> rank_dq = read_gradient(dq, B * n * H * D, "dq");
       for (int64_t b = 0; b < B; ++b) {
         for (int64_t t = 0; t < n; ++t) {
@@ -298,9 +342,17 @@ Gradients run_case(const Case& c) {
     }
     const auto expect = [&](const char* name, const std::vector<double>& values,
                             const std::vector<double>& right, const std::vector<double>& low) {
-      const testing::Verdict verdict =
-          testing::compare(concat(c.name, deterministic ? ", deterministic, " : ", ", name), values,
-                           right, low, D, precision);
+      const std::string title = concat(c.name, deterministic ? ", deterministic, " : ", ", name);
+      const testing::Verdict verdict = testing::compare(title, values, right, low, D, precision);
+      if (!verdict.ok && std::isfinite(verdict.worst)) {
+        // Where keys are large and one has nearly all of a row's weight, delta's rounding is not cancelled, and a plain computation
+        // itself is beyond the comparator's cap. There: no worse than plain, in the worst row and over all rows.
+        const testing::Verdict of_low = testing::compare(title, low, right, {}, D, precision);
+        EXPECT_GT(2 * of_low.worst, verdict.allowed) << verdict.text;
+        EXPECT_LE(verdict.worst, 1.1 * of_low.worst) << verdict.text;
+        EXPECT_LE(distance(values, right), distance(low, right)) << verdict.text;
+        return concat(name, " ", verdict.worst, " where plain has ", of_low.worst);
+      }
       EXPECT_TRUE(verdict) << verdict.text;
       return concat(name, " ", verdict.worst, " of ", verdict.allowed);
     };
@@ -485,6 +537,18 @@ TEST(Sm90Backward, HugeScoresOnMaskedLanesLeaveNoTrace) {
               .ragged_memory = true,
               .huge_scores = true});
   }
+}
+
+TEST(Sm90Backward, DeterministicModeGivesTheSameBits) {
+  MT_NEEDS_HOPPER();
+  run_case({.name = "repeated",
+            .seq_len = 900,
+            .batch = 2,
+            .num_q_heads = 8,
+            .columns = Columns::kPerStep,
+            .documents = Documents::kMidBlock,
+            .num_columns = 100,
+            .repeats = 500});
 }
 
 /// B = S = H = 1: out is v, so dq and dk are 0 exactly and dv is dout.

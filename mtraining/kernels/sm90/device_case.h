@@ -63,7 +63,9 @@ struct Case {
   bool ragged_memory = false;  // contiguous, one rank: memory ends with the sequence
   int64_t num_columns = 40;
   double outlier_channel = 0;  // > 0: a few channels of q and k multiplied by it
-  bool huge_scores = false;    // +500 and -500 between documents, which do not see each other
+  int repeats =
+      0;  // of the deterministic backward, one rank: the same bits with any number of SMs beside other work
+  bool huge_scores = false;  // +500 and -500 between documents, which do not see each other
 };
 
 inline testing::Problem make_problem(const Case& c) {

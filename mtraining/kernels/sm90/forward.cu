@@ -13,13 +13,6 @@ constexpr int64_t kCounterBytes = 256;
 // Keys and values beyond about half of L2: the heads of one kv head are done before the next one's.
 constexpr int64_t kGroupAboveBytes = int64_t{24} << 20;
 
-/// Bytes of keys and values in sources[first, last).
-int64_t keys_bytes(const ForwardParams& params, int first, int last) {
-  int64_t keys = 0;
-  for (int s = first; s < last; ++s) keys += params.sources[s].num_keys;
-  return keys * params.batch * params.num_kv_heads * params.head_dim * size_of(params.dtype) * 2;
-}
-
 ForwardLauncher launcher(DType dtype, int64_t head_dim) {
   if (dtype == DType::kBFloat16 && head_dim == 128) return launch_forward_bf16_d128;
   if (dtype == DType::kBFloat16 && head_dim == 64) return launch_forward_bf16_d64;

@@ -11,15 +11,9 @@
 #include "mtraining/kernels/sm90/forward_args.cuh"
 #include "mtraining/kernels/sm90/forward_shape.cuh"
 #include "mtraining/kernels/sm90/ptx.cuh"
+#include "mtraining/kernels/sm90/query_mask.cuh"
 
 namespace mtraining::kernels::sm90 {
-
-/// A stage as one group sees it. flags 0: none within reach.
-struct Stage {
-  uint32_t index, slot, flags;
-  int32_t start;
-  uint32_t bits_low, bits_high;
-};
 
 template <typename Element, int kD>
 struct Consumer {
@@ -105,36 +99,6 @@ struct Consumer {
 
   // ---- softmax ----
 
-  __device__ __forceinline__ void mask(float (&s)[32], const Stage& stage) const {
-    const int first = 2 * (lane & 3);
-    const uint32_t low = stage.bits_low >> first, high = stage.bits_high >> first;
-    if ((stage.flags & kMaskEach) == 0) {
-#pragma unroll
-      for (int c = 0; c < 16; ++c) {
-        const int j = c / 2, e = c % 2;
-        if (((j < 4 ? low : high) >> (8 * (j % 4) + e) & 1) == 0) {
-          s[4 * j + e] = -INFINITY;
-          s[4 * j + 2 + e] = -INFINITY;
-        }
-      }
-      return;
-    }
-    const uint32_t list = Shape::positions(base, stage.slot);
-#pragma unroll
-    for (int c = 0; c < 16; ++c) {
-      const int j = c / 2, e = c % 2;
-      const int key = 8 * j + first + e;
-      const bool counts = ((j < 4 ? low : high) >> (8 * (j % 4) + e) & 1) != 0;
-      const int position = (stage.flags & kColumns) != 0 ? load_shared_s32(list + key * 4)
-                                                         : stage.start + key * args.position_stride;
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        if (!counts || position > q_position[r] || position < q_document[r])
-          s[4 * j + 2 * r + e] = -INFINITY;
-      }
-    }
-  }
-
   /// Raises the maxima of rows whose scores left them more than 2^8 behind. rescale: what O must be multiplied by.
   __device__ __forceinline__ void raise_maxima(const float (&top)[2], float (&rescale)[2]) {
 #pragma unroll
@@ -156,7 +120,10 @@ struct Consumer {
   /// Scores to probabilities relative to the (possibly stale) row maxima. True: a row's maximum rose, and O must be rescaled.
   __device__ __forceinline__ bool probabilities(float (&s)[32], const Stage& stage,
                                                 float (&rescale)[2]) {
-    if ((stage.flags & (kMaskBits | kMaskEach)) != 0) mask(s, stage);
+    if ((stage.flags & (kMaskBits | kMaskEach)) != 0) {
+      mask_scores(s, stage, Shape::positions(base, stage.slot), lane, q_position, q_document,
+                  args.position_stride);
+    }
     float top[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {

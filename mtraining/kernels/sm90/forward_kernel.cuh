@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(ForwardShape<kD>::kThreads, 1)
   if (warp >= Shape::kConsumerWarps) {
     registers_decrease<Shape::kProducerRegisters>();
     if (warp == Shape::kConsumerWarps) {
-      Producer<kD> producer{args, base, lane};
+      Producer<Shape, ForwardArgs> producer{args, base, lane};
       producer.run();
     }
   } else {

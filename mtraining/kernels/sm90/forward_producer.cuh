@@ -12,14 +12,15 @@
 
 namespace mtraining::kernels::sm90 {
 
-template <int kD>
+/// Args: ForwardArgs, or QueryArgs where Shape has gradients.
+template <typename Shape, typename Args>
 struct Producer {
-  using Shape = ForwardShape<kD>;
   static constexpr int kGroups = Shape::kGroups;
-  const ForwardArgs& args;
+  const Args& args;
   uint32_t base;
   int lane;
   RingCursor<Shape::kStages> ring;
+  uint32_t uncleaned_parity = 0;
   uint64_t read_once = evict_first_policy(), read_again = evict_normal_policy();
 
   /// Positions of a query block's real rows, and its documents' starts.
@@ -39,10 +40,23 @@ struct Producer {
     if (lane == 0) {
       const uint32_t barrier = Shape::q_full(base, group);
       store_shared_v4(Shape::item(base, group), row, q_block + group, 0, 0);
-      mbarrier_arrive_expect(barrier, Shape::kTileBytes);
+      const int head = row % args.num_heads, batch = row / args.num_heads;
+      mbarrier_arrive_expect(
+          barrier, Shape::kQueryTiles * Shape::kTileBytes +
+                       (q_block + group < args.num_q_blocks ? Shape::kStatisticsBytes : 0));
       tensor_load_5d(Shape::queries(base, group), &args.q, barrier, read_once, 0,
-                     (q_block + group) * 64, 0, row % args.num_heads * args.q_head_step,
-                     row / args.num_heads * args.q_batch_step);
+                     (q_block + group) * 64, 0, head * args.q_head_step, batch * args.q_batch_step);
+      if constexpr (Shape::kWithGradients) {
+        tensor_load_5d(Shape::dout(base, group), &args.dout, barrier, read_once, 0,
+                       (q_block + group) * 64, 0, head * args.dout_head_step,
+                       batch * args.dout_batch_step);
+        if (q_block + group < args.num_q_blocks) {
+          bulk_load(Shape::statistics(base, group),
+                    args.statistics +
+                        (static_cast<int64_t>(row) * args.num_q_blocks + q_block + group) * 128,
+                    Shape::kStatisticsBytes, barrier);
+        }
+      }
     }
     __syncwarp();
     queries_due &= ~(1u << group);
@@ -77,14 +91,31 @@ struct Producer {
                     static_cast<uint32_t>(bits >> 32));
   }
 
+  /// barrier: where the copies report.
   __device__ __forceinline__ void load(const CUtensorMap* k, const CUtensorMap* v, int token,
-                                       int k_head, int k_batch, int v_head, int v_batch) const {
-    const uint32_t barrier = Shape::full(base, ring.slot);
+                                       int k_head, int k_batch, int v_head, int v_batch,
+                                       uint32_t barrier) const {
     mbarrier_arrive_expect(barrier, 2 * Shape::kTileBytes);
     tensor_load_5d(Shape::keys(base, ring.slot), k, barrier, read_again, 0, token, 0, k_head,
                    k_batch);
     tensor_load_5d(Shape::values(base, ring.slot), v, barrier, read_again, 0, token, 0, v_head,
                    v_batch);
+  }
+
+  /// Zeros to the rows of keys beyond the sequence, in the product of dq: 0 times what padding holds may not be 0.
+  __device__ __forceinline__ void clean_keys(int32_t start) {
+    __syncwarp();
+    mbarrier_wait(Shape::uncleaned(base), uncleaned_parity);
+    uncleaned_parity ^= 1;
+    const uint32_t tile = Shape::keys(base, ring.slot);
+    for (int key = 0; key < 64; ++key) {
+      if (start + key * args.position_stride < args.seq_len) continue;
+      for (int chunk = lane; chunk < Shape::kTileBytes / 1024; chunk += 32)
+        store_shared_v4(tile + chunk / 8 * 8192 + key * 128 + chunk % 8 * 16, 0, 0, 0, 0);
+    }
+    fence_async_shared();
+    __syncwarp();
+    if (lane == 0) mbarrier_arrive(Shape::full(base, ring.slot));
   }
 
   /// Ends a stage that lane 0 filled.
@@ -237,6 +268,9 @@ struct Producer {
         }
       }
       wait_for_slot();
+      bool cleans = false;
+      if constexpr (Shape::kWithGradients)
+        cleans = start + 63 * args.position_stride >= args.seq_len;
       if (lane == 0) {
         const int keys = source.num_keys - block * 64;
         const uint64_t bits = keys >= 64 ? ~uint64_t{0} : (uint64_t{1} << keys) - 1;
@@ -244,8 +278,11 @@ struct Producer {
         for (int g = 0; g < kGroups; ++g)
           write_note(g, code[g] & ((1 << kFlagBits) - 1), start, bits);
         load(&source.k, &source.v, block * 64, kv_head * source.k_head_step,
-             batch * source.k_batch_step, kv_head * source.v_head_step,
-             batch * source.v_batch_step);
+             batch * source.k_batch_step, kv_head * source.v_head_step, batch * source.v_batch_step,
+             cleans ? Shape::uncleaned(base) : Shape::full(base, ring.slot));
+      }
+      if constexpr (Shape::kWithGradients) {
+        if (cleans) clean_keys(start);
       }
       next_stage();
     }
@@ -350,7 +387,8 @@ struct Producer {
         if (lane == 0) {
 #pragma unroll
           for (int g = 0; g < kGroups; ++g) write_note(g, flags[g], 0, bits[g]);
-          load(&args.gathered_k, &args.gathered_v, token + first, 0, 0, 0, 0);
+          load(&args.gathered_k, &args.gathered_v, token + first, 0, 0, 0, 0,
+               Shape::full(base, ring.slot));
         }
         next_stage();
       }
@@ -364,6 +402,7 @@ struct Producer {
   __device__ __forceinline__ void run() {
     if (lane == 0) {
       prefetch_tensor_map(&args.q);
+      if constexpr (Shape::kWithGradients) prefetch_tensor_map(&args.dout);
       for (int s = 0; s < args.num_sources; ++s) {
         prefetch_tensor_map(&args.sources[s].k);
         prefetch_tensor_map(&args.sources[s].v);

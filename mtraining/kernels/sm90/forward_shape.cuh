@@ -15,17 +15,22 @@ inline constexpr int kArrivals = 32;
 inline constexpr int kArrivals = 1;
 #endif
 
-template <int kD>
+/// kGradients: of the backward's walk by query blocks. Then dout and statistics come with the queries.
+template <int kD, bool kGradients = false>
 struct ForwardShape {
+  static constexpr bool kWithGradients = kGradients;
   static constexpr int kGroups = 2;  // consumer warpgroups, one query block each
-  static constexpr int kStages = kD == 128 ? 6 : 12;
+  static constexpr int kStages = (kGradients ? 5 : 6) * 128 / kD;
   static constexpr int kTileBytes = 64 * kD * 2;  // [D / 64][64 rows][64 of D], 128-byte swizzle
+  static constexpr int kQueryTiles = kGradients ? 2 : 1;
+  static constexpr int kStatisticsBytes = kGradients ? 2 * 64 * 4 : 0;
   static constexpr int kQ = kStages * 2 * kTileBytes;
-  static constexpr int kNotes = kQ + kGroups * kTileBytes;
+  static constexpr int kStatistics = kQ + kGroups * kQueryTiles * kTileBytes;
+  static constexpr int kNotes = kStatistics + kGroups * kStatisticsBytes;
   static constexpr int kPositions = kNotes + kStages * kGroups * 16;
   static constexpr int kItems = kPositions + kStages * 256;
   static constexpr int kBarriers = kItems + kGroups * 16;
-  static constexpr int kBytes = kBarriers + 2 * (kStages + kGroups) * 8;
+  static constexpr int kBytes = kBarriers + (2 * (kStages + kGroups) + (kGradients ? 1 : 0)) * 8;
   static constexpr int kConsumerWarps = 4 * kGroups;
   static constexpr int kThreads =
       32 * kConsumerWarps + 128;  // the producer is one warp of a warpgroup
@@ -40,7 +45,13 @@ struct ForwardShape {
     return base + (slot * 2 + 1) * kTileBytes;
   }
   static __device__ __forceinline__ uint32_t queries(uint32_t base, uint32_t group) {
-    return base + kQ + group * kTileBytes;
+    return base + kQ + group * kQueryTiles * kTileBytes;
+  }
+  static __device__ __forceinline__ uint32_t dout(uint32_t base, uint32_t group) {
+    return queries(base, group) + kTileBytes;
+  }
+  static __device__ __forceinline__ uint32_t statistics(uint32_t base, uint32_t group) {
+    return base + kStatistics + group * kStatisticsBytes;
   }
   static __device__ __forceinline__ uint32_t note(uint32_t base, uint32_t slot, uint32_t group) {
     return base + kNotes + (slot * kGroups + group) * 16;
@@ -63,6 +74,10 @@ struct ForwardShape {
   }
   static __device__ __forceinline__ uint32_t q_empty(uint32_t base, uint32_t group) {
     return base + kBarriers + (2 * kStages + kGroups + group) * 8;
+  }
+  /// Of kGradients: keys whose padding must be cleaned are loaded.
+  static __device__ __forceinline__ uint32_t uncleaned(uint32_t base) {
+    return base + kBarriers + 2 * (kStages + kGroups) * 8;
   }
 };
 

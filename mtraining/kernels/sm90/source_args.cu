@@ -147,6 +147,12 @@ int64_t gathered_rows(const AttentionParams& params, int first, int last) {
   return rows;
 }
 
+int64_t keys_bytes(const AttentionParams& params, int first, int last) {
+  int64_t keys = 0;
+  for (int s = first; s < last; ++s) keys += params.sources[s].num_keys;
+  return keys * params.batch * params.num_kv_heads * params.head_dim * size_of(params.dtype) * 2;
+}
+
 void check_sizes(const AttentionParams& p) {
   const int64_t items = p.batch * p.num_q_heads * ((p.num_queries + 127) / 128);
   MT_CHECK_SUPPORTED(items < (int64_t{1} << 30) && p.num_queries < (int64_t{1} << 31) - 128 &&

@@ -70,6 +70,8 @@ CUtensorMap tensor_map(const char* name, const ConstView& view, DType dtype, int
 CUtensorMap gradient_map(const char* name, const View& view, int64_t head_dim, int64_t tokens,
                          int64_t heads, int64_t batch);
 
+/// Bytes of keys and values in sources[first, last).
+int64_t keys_bytes(const AttentionParams& params, int first, int last);
 /// Limits of what this back end does, by name.
 void check_sizes(const AttentionParams& params);
 /// Rows of one head's gathered columns over sources[first, last), each source padded to whole blocks.

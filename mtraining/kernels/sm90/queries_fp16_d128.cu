@@ -1,0 +1,10 @@
+// dq by query blocks, fp16, head_dim 128.
+#include "mtraining/kernels/sm90/query_kernel.cuh"
+
+namespace mtraining::kernels::sm90 {
+
+cudaError_t launch_queries_fp16_d128(const QueryArgs& args, int num_sms, cudaStream_t stream) {
+  return launch_queries<__half, 128>(args, num_sms, stream);
+}
+
+}  // namespace mtraining::kernels::sm90
