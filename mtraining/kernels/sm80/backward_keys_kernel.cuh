@@ -167,29 +167,35 @@ struct BackwardKeys {
         words[r] = diagonal_word(args, stage.row, stage.start, position[r]);
     }
     float s[32], dp[32];
-    two_products<Element, kD>(s, dp, Tile<kD>::left(keys, 16 * warp, lane),
-                              Tile<kD>::right(queries(i), lane),
-                              Tile<kD>::left(values, 16 * warp, lane),
-                              Tile<kD>::right(queries(i) + Tile<kD>::kBytes, lane));
+    transposed_product<Element, kD>(s, Tile<kD>::left(keys, 16 * warp, lane),
+                                    Tile<kD>::right(queries(i), lane), Nothing{});
     if ((stage.info & (kMasked | kColumns)) != 0) mask(s, stage, row, words);
-#pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      const float2 lse = load_shared_f2(row_values + 32 * j);
-      const float2 delta = load_shared_f2(row_values + 32 * j + sizeof(row.lse));
-#pragma unroll
-      for (int x = 0; x < 4; ++x) {
-        float& p = s[4 * j + x];
-        p = exp2_approx(fmaf(p, args.scale_log2, x % 2 == 0 ? -lse.x : -lse.y));
-        dp[4 * j + x] = p * (dp[4 * j + x] - (x % 2 == 0 ? delta.x : delta.y));
-      }
-    }
+    // Pairs of lse and delta, each read a few elements before it is used.
+    float2 pair, pair_ahead = load_shared_f2(row_values);
+    transposed_product<Element, kD>(
+        dp, Tile<kD>::left(values, 16 * warp, lane),
+        Tile<kD>::right(queries(i) + Tile<kD>::kBytes, lane), [&](int x) {
+          if (x % 4 == 0) {
+            pair = pair_ahead;
+            pair_ahead =
+                load_shared_f2(x < 28 ? row_values + 8 * x + 32 : row_values + sizeof(row.lse));
+          }
+          s[x] = exp2_approx(fmaf(s[x], args.scale_log2, x % 2 == 0 ? -pair.x : -pair.y));
+        });
     uint32_t left[4][4];
     round_rows<Element>(left, s);
     add_product<Element, kD, Shape::kSummed>(
-        dv, left, Tile<kD>::summed(queries(i) + Tile<kD>::kBytes, lane), half * Shape::kSummed);
+        dv, left, Tile<kD>::summed(queries(i) + Tile<kD>::kBytes, lane), half * Shape::kSummed,
+        [&](int x) {
+          if (x % 4 == 0) {
+            pair = pair_ahead;
+            if (x < 28) pair_ahead = load_shared_f2(row_values + sizeof(row.lse) + 8 * x + 32);
+          }
+          dp[x] = s[x] * (dp[x] - (x % 2 == 0 ? pair.x : pair.y));
+        });
     round_rows<Element>(left, dp);
     add_product<Element, kD, Shape::kSummed>(dk, left, Tile<kD>::summed(queries(i), lane),
-                                             half * Shape::kSummed);
+                                             half * Shape::kSummed, Nothing{});
   }
 
   // ---- items ----

@@ -1,4 +1,4 @@
-// The two products that both backward passes begin with, and the one that they end with.
+// The products of both backward passes.
 //
 // In:   tiles in shared memory. Out: accumulators. Next: backward_keys_kernel.cuh, backward_queries_kernel.cuh.
 //
@@ -11,10 +11,7 @@
 namespace mtraining::kernels::sm80 {
 
 /// Steps by which operands are read before their products.
-#ifndef READ_AHEAD
-#define READ_AHEAD 3
-#endif
-inline constexpr int kReadAhead = READ_AHEAD;
+inline constexpr int kReadAhead = 3;
 
 template <int kD>
 struct BackwardShape {
@@ -26,43 +23,47 @@ struct BackwardShape {
   static constexpr int kMaxStages = 2;
 };
 
-/// s = a_left a_right^T, t = b_left b_right^T over kD, for 16 rows of the left and 64 of the right tiles. Operands are read
-/// kReadAhead steps of two products ahead.
-template <typename Element, int kD>
-__device__ __forceinline__ void two_products(float (&s)[32], float (&t)[32], uint32_t a_left,
-                                             uint32_t a_right, uint32_t b_left, uint32_t b_right) {
-  // A step: 16 of D, then which product, then 16 of the right rows.
-  constexpr int kSteps = kD / 16 * 8;
-  uint32_t left[2][4], right[kReadAhead + 1][4];
-  const auto read_left = [&](int product) {
-    load_matrices((product % 2 == 0 ? a_left : b_left) ^ (product / 2 * 32), left[product % 2]);
-  };
-  const auto read_right = [&](int step) {
-    load_matrices(((step / 4 % 2 == 0 ? a_right : b_right) ^ (step / 8 * 32)) +
-                      step % 4 * 16 * Tile<kD>::kRowBytes,
-                  right[step % (kReadAhead + 1)]);
-  };
-  read_left(0);
+// Products take a function that is called for the elements 0 .. 31 of another accumulator in turn: arithmetic that fills the gaps
+// between the products of a warp.
+
+/// Calls fn for the elements that belong to one of kSteps steps.
+template <int kSteps, typename Fn>
+__device__ __forceinline__ void visit_elements(int step, const Fn& fn) {
 #pragma unroll
-  for (int step = 0; step < kReadAhead; ++step) read_right(step);
+  for (int x = step * 32 / kSteps; x < (step + 1) * 32 / kSteps; ++x) fn(x);
+}
+
+/// s[16, 64] = left[16, kD] right[64, kD]^T; left: Tile::left() of the rows, right: Tile::right() of the tile.
+template <typename Element, int kD, typename Fn>
+__device__ __forceinline__ void transposed_product(float (&s)[32], uint32_t left, uint32_t right,
+                                                   const Fn& fn) {
+  constexpr int kSteps = kD / 16 * 4;  // 16 of D, then 16 of the right rows
+  uint32_t a[2][4], b[kReadAhead + 1][4];
+  const auto read = [&](int step) {
+    load_matrices((right ^ (step / 4 * 32)) + step % 4 * 16 * Tile<kD>::kRowBytes,
+                  b[step % (kReadAhead + 1)]);
+  };
+  load_matrices(left, a[0]);
 #pragma unroll
-  for (int x = 0; x < 32; ++x) s[x] = t[x] = 0;
+  for (int step = 0; step < kReadAhead; ++step) read(step);
+#pragma unroll
+  for (int x = 0; x < 32; ++x) s[x] = 0;
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
-    const int product = step / 4, n = step % 4;
-    if (step + kReadAhead < kSteps) read_right(step + kReadAhead);
-    if (n == 1 && product + 1 < kSteps / 4) read_left(product + 1);
-    float* sum = (product % 2 == 0 ? s : t) + 8 * n;
-    const uint32_t(&b)[4] = right[step % (kReadAhead + 1)];
-    multiply<Element>(sum, left[product % 2], b[0], b[1]);
-    multiply<Element>(sum + 4, left[product % 2], b[2], b[3]);
+    const int c = step / 4, n = step % 4;
+    if (step + kReadAhead < kSteps) read(step + kReadAhead);
+    if (n == 1 && c + 1 < kD / 16) load_matrices(left ^ ((c + 1) * 32), a[(c + 1) % 2]);
+    const uint32_t(&from)[4] = b[step % (kReadAhead + 1)];
+    multiply<Element>(s + 8 * n, a[c % 2], from[0], from[1]);
+    multiply<Element>(s + 8 * n + 4, a[c % 2], from[2], from[3]);
+    visit_elements<kSteps>(step, fn);
   }
 }
 
 /// sum[16, kSummed] += p[16, 64] right[64, kSummed]; right: summed() of the tile, from first_column on.
-template <typename Element, int kD, int kSummed>
+template <typename Element, int kD, int kSummed, typename Fn>
 __device__ __forceinline__ void add_product(float (&sum)[kSummed / 2], const uint32_t (&p)[4][4],
-                                            uint32_t right, int first_column) {
+                                            uint32_t right, int first_column, const Fn& fn) {
   constexpr int kColumnSteps = kSummed / 16, kSteps = 4 * kColumnSteps;
   const uint32_t first = right ^ (first_column * 2);
   uint32_t b[kReadAhead + 1][4];
@@ -80,8 +81,13 @@ __device__ __forceinline__ void add_product(float (&sum)[kSummed / 2], const uin
     const uint32_t(&from)[4] = b[step % (kReadAhead + 1)];
     multiply<Element>(at, p[step / kColumnSteps], from[0], from[1]);
     multiply<Element>(at + 4, p[step / kColumnSteps], from[2], from[3]);
+    visit_elements<kSteps>(step, fn);
   }
 }
+
+struct Nothing {
+  __device__ __forceinline__ void operator()(int) const {}
+};
 
 /// 16 x 64 accumulators as left operands.
 template <typename Element>

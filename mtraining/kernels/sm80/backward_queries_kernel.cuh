@@ -88,20 +88,19 @@ struct BackwardQueries {
 
   __device__ __forceinline__ void compute(int i) {
     float s[32], dp[32];
-    two_products<Element, kD>(
-        s, dp, Tile<kD>::left(queries, 16 * warp, lane), Tile<kD>::right(keys(i), lane),
-        Tile<kD>::left(douts, 16 * warp, lane), Tile<kD>::right(keys(i) + Tile<kD>::kBytes, lane));
+    transposed_product<Element, kD>(s, Tile<kD>::left(queries, 16 * warp, lane),
+                                    Tile<kD>::right(keys(i), lane), Nothing{});
     if ((list.stage(i).info & kMasked) != 0) mask_scores(s, args, list, i, 0, q_block, warp, lane);
+    transposed_product<Element, kD>(
+        dp, Tile<kD>::left(douts, 16 * warp, lane),
+        Tile<kD>::right(keys(i) + Tile<kD>::kBytes, lane),
+        [&](int x) { s[x] = exp2_approx(fmaf(s[x], args.scale_log2, -lse[x / 2 % 2])); });
 #pragma unroll
-    for (int x = 0; x < 32; ++x) {
-      const int r = x / 2 % 2;
-      const float p = exp2_approx(fmaf(s[x], args.scale_log2, -lse[r]));
-      s[x] = p * (dp[x] - delta[r]);
-    }
+    for (int x = 0; x < 32; ++x) s[x] *= dp[x] - delta[x / 2 % 2];
     uint32_t ds[4][4];
     round_rows<Element>(ds, s);
     add_product<Element, kD, Shape::kSummed>(dq, ds, Tile<kD>::summed(keys(i), lane),
-                                             half * Shape::kSummed);
+                                             half * Shape::kSummed, Nothing{});
   }
 
   __device__ __forceinline__ void store() {

@@ -32,10 +32,7 @@ struct Forward {
   using Shape = ForwardShape<kD>;
   using List = typename Shape::List;
   static constexpr int kGroups = Shape::kGroups;
-#ifndef FWD_AHEAD
-#define FWD_AHEAD 2
-#endif
-  static constexpr int kReadAhead = FWD_AHEAD;
+  static constexpr int kReadAhead = 2;
   static constexpr int kRowBytes = Tile<kD>::kRowBytes;
   const ForwardArgs& args;
   uint32_t queries, ring;  // shared addresses
@@ -131,11 +128,12 @@ struct Forward {
     }
   }
 
-  template <bool kFirst, bool kSecond>
-  __device__ __forceinline__ void output(const float (&s)[kGroups][32], uint32_t values) {
+  /// O += P V of one group; fn is called for the elements 0 .. 31 in turn: arithmetic that fills the gaps between products.
+  template <int kGroup, typename Fn>
+  __device__ __forceinline__ void output(const float (&s)[32], uint32_t values, const Fn& fn) {
     constexpr int kColumnSteps = kD / 16, kSteps = 4 * kColumnSteps;
     const uint32_t right = Tile<kD>::summed(values, lane);
-    uint32_t p[kGroups][4], v[kReadAhead + 1][4];
+    uint32_t p[4][4], v[kReadAhead + 1][4];
     const auto read = [&](int step) {
       load_matrices_transposed(
           (right ^ (step % kColumnSteps * 32)) + step / kColumnSteps * 16 * kRowBytes,
@@ -144,31 +142,29 @@ struct Forward {
 #pragma unroll
     for (int step = 0; step < kReadAhead; ++step) read(step);
 #pragma unroll
+    for (int c = 0; c < 4; ++c) {
+#pragma unroll
+      for (int x = 0; x < 4; ++x) p[c][x] = pack<Element>(s[8 * c + 2 * x], s[8 * c + 2 * x + 1]);
+    }
+#pragma unroll
     for (int step = 0; step < kSteps; ++step) {
       const int c = step / kColumnSteps, d = step % kColumnSteps;
       if (step + kReadAhead < kSteps) read(step + kReadAhead);
       const uint32_t(&b)[4] = v[step % (kReadAhead + 1)];
+      multiply<Element>(o[kGroup] + 8 * d, p[c], b[0], b[1]);
+      multiply<Element>(o[kGroup] + 8 * d + 4, p[c], b[2], b[3]);
 #pragma unroll
-      for (int g = 0; g < kGroups; ++g) {
-        if (g == 0 ? kFirst : kSecond) {
-          if (d == 0) {
-#pragma unroll
-            for (int x = 0; x < 4; ++x)
-              p[g][x] = pack<Element>(s[g][8 * c + 2 * x], s[g][8 * c + 2 * x + 1]);
-          }
-          multiply<Element>(o[g] + 8 * d, p[g], b[0], b[1]);
-          multiply<Element>(o[g] + 8 * d + 4, p[g], b[2], b[3]);
-        }
-      }
+      for (int x = step * 32 / kSteps; x < (step + 1) * 32 / kSteps; ++x) fn(x);
     }
   }
 
   // ---- softmax ----
 
-  /// Scores to probabilities relative to the row maxima so far. A row's largest probability is exactly 1: where one key has nearly
-  /// all the weight, rounding it would leave more in out than the gradients of such a row are large.
+  /// Masks scores and raises row maxima; shift: what the exponents are relative to. A row's largest probability is exactly 1: where
+  /// one key has nearly all the weight, rounding it would leave more in out than the gradients of such a row are large.
   template <int kGroup>
-  __device__ __forceinline__ void probabilities(float (&s)[32], int i, uint32_t info) {
+  __device__ __forceinline__ void raise_maxima(float (&s)[32], int i, uint32_t info,
+                                               float (&shift)[2]) {
     if ((info & (kMasked << kGroup)) != 0)
       mask_scores(s, args, list, i, kGroup, q_block + kGroup, warp, lane);
     float(&most)[2] = row_max[kGroup];
@@ -200,8 +196,18 @@ struct Forward {
         }
       }
     }
-    const float shift[2] = {most[0] == -INFINITY ? 0 : most[0] * args.scale_log2,
-                            most[1] == -INFINITY ? 0 : most[1] * args.scale_log2};
+#pragma unroll
+    for (int r = 0; r < 2; ++r) shift[r] = most[r] == -INFINITY ? 0 : most[r] * args.scale_log2;
+  }
+
+  /// A score to a probability.
+  template <int kGroup>
+  __device__ __forceinline__ void exponentiate(float& s, int x, const float (&shift)[2]) {
+    s = exp2_approx(fmaf(s, args.scale_log2, -shift[x / 2 % 2]));
+    row_sum[kGroup][x / 2 % 2] += s;
+  }
+  template <int kGroup>
+  __device__ __forceinline__ void exponentiate(float (&s)[32], const float (&shift)[2]) {
     float sum[4] = {0, 0, 0, 0};
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
@@ -315,16 +321,21 @@ struct Forward {
       else
         scores<false, kGroups == 2>(s, keys);
       const uint32_t values = next_tile();
+      float shift[kGroups][2];
       if (both) {
-        probabilities<0>(s[0], i, info);
-        probabilities<kLast>(s[kLast], i, info);
-        output<true, kGroups == 2>(s, values);
+        raise_maxima<0>(s[0], i, info, shift[0]);
+        raise_maxima<kLast>(s[kLast], i, info, shift[kLast]);
+        exponentiate<0>(s[0], shift[0]);
+        output<0>(s[0], values, [&](int x) { exponentiate<kLast>(s[kLast][x], x, shift[kLast]); });
+        output<kLast>(s[kLast], values, [](int) {});
       } else if (first) {
-        probabilities<0>(s[0], i, info);
-        output<true, false>(s, values);
+        raise_maxima<0>(s[0], i, info, shift[0]);
+        exponentiate<0>(s[0], shift[0]);
+        output<0>(s[0], values, [](int) {});
       } else if constexpr (kGroups == 2) {
-        probabilities<kLast>(s[kLast], i, info);
-        output<false, true>(s, values);
+        raise_maxima<1>(s[1], i, info, shift[1]);
+        exponentiate<1>(s[1], shift[1]);
+        output<1>(s[1], values, [](int) {});
       }
     }
     store<0>();
