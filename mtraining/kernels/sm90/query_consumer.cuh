@@ -2,8 +2,8 @@
 //
 // In:   queries, dout, statistics, stages, notes in shared memory. Out: dq. Next: query_kernel.cuh.
 //
-// The product dq += dS K of one stage runs beside the scores of the next. The sum goes through the
-// lists in their order: nothing depends on what runs when.
+// The product dq += dS K of one stage runs beside the scores of the next. The sum goes through the lists in their order: nothing depends
+// on what runs when.
 #pragma once
 
 #include <climits>
@@ -58,8 +58,31 @@ struct QueryConsumer {
     return stage;
   }
 
-  /// d = a b^T over D, both [64][D]. a too is read from shared memory: with rows in registers the assembler (nvcc 13.0) gives the registers
-  /// of a loop-invariant left operand to that of the product of dq.
+  // At head_dim 64 the assembler (nvcc 13.0) gives registers of the loop-invariant queries to the product of dq, and the scores are
+  // wrong [Sm90Backward.OtherTypesAndHeadSizes]: there they are read from shared memory.
+  static constexpr bool kQueriesInRegisters = kD == 128;
+
+  __device__ __forceinline__ void load_queries(uint32_t (&q)[kD / 16][4]) const {
+    const int row = 16 * warp + lane / 8 % 2 * 8 + lane % 8;
+    const uint32_t tile = Shape::queries(base, group) + row * 128;
+#pragma unroll
+    for (int c = 0; c < kD / 16; ++c) {
+      const int chunk = c % 4 * 2 + lane / 16;
+      ldmatrix_x4(tile + c / 4 * 8192 + (chunk ^ row % 8) * 16, q[c]);
+    }
+  }
+
+  /// d = q K^T over D, q in registers.
+  __device__ __forceinline__ void issue_scores(float (&d)[32], const uint32_t (&q)[kD / 16][4],
+                                               uint32_t keys) const {
+    const uint64_t right = matrix_descriptor<16, 1024>(keys);
+#pragma unroll
+    for (int c = 0; c < kD / 16; ++c)
+      wgmma<Element, 64, 0>(d, q[c], right + (c / 4 * 8192 + c % 4 * 32) / 16, c > 0);
+    wgmma_commit();
+  }
+
+  /// d = a b^T over D, both [64][D] in shared memory.
   __device__ __forceinline__ void issue_scores(float (&d)[32], uint32_t a, uint32_t b) const {
     const uint64_t left = matrix_descriptor<16, 1024>(a), right = matrix_descriptor<16, 1024>(b);
 #pragma unroll
@@ -127,12 +150,17 @@ struct QueryConsumer {
   }
 
   /// Stages from `stage` on as long as they follow within reach. Returns what comes after: none within reach (flags 0), or the end.
-  __device__ __forceinline__ Stage work(float (&dq)[kD / 2], Stage stage) {
+  __device__ __forceinline__ Stage work(float (&dq)[kD / 2], const uint32_t (&q)[kD / 16][4],
+                                        Stage stage) {
     uint32_t held = kNoSlot;  // the slot whose product is still being added
     for (;;) {
       float s[32], dp[32];
       wgmma_fence();
-      issue_scores(s, Shape::queries(base, group), Shape::keys(base, stage.slot));
+      if constexpr (kQueriesInRegisters) {
+        issue_scores(s, q, Shape::keys(base, stage.slot));
+      } else {
+        issue_scores(s, Shape::queries(base, group), Shape::keys(base, stage.slot));
+      }
       issue_scores(dp, Shape::dout(base, group), Shape::values(base, stage.slot));
       wgmma_wait<1>();
       pin(s);
@@ -172,13 +200,15 @@ struct QueryConsumer {
       const uint4 item = load_shared_v4(Shape::item(base, group));
       if (item.x == kNoRow) return;
       const int row = static_cast<int>(item.x), q_block = static_cast<int>(item.y);
+      uint32_t q[kD / 16][4];
+      if constexpr (kQueriesInRegisters) load_queries(q);
       begin_rows(row, q_block);
       float dq[kD / 2];
 #pragma unroll
       for (int i = 0; i < kD / 2; ++i) dq[i] = 0;
       Stage stage = find_any();
       while ((stage.flags & kEnd) == 0) {
-        stage = work(dq, stage);
+        stage = work(dq, q, stage);
         if (stage.flags == 0) stage = find_any();
       }
       arrive(Shape::q_empty(base, group));
