@@ -638,7 +638,8 @@ LoadedConfig load_config(const std::string& path, const std::vector<Override>& o
 }
 
 std::string with_place(const LoadedConfig& loaded, const std::string& message) {
-  const auto found = loaded.where.find(message.substr(0, message.find_first_of(": ")));
+  // "attention.layers[1].range: .." stands where attention.layers does.
+  const auto found = loaded.where.find(message.substr(0, message.find_first_of(": [")));
   return found == loaded.where.end() ? message : concat(found->second, ": ", message);
 }
 

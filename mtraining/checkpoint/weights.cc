@@ -52,19 +52,6 @@ bool follows_from_configuration(std::string_view name) {
   return name.ends_with("rotary_emb.inv_freq");
 }
 
-/// The mapped bytes themselves, to be read from only; aligned memory of its own where a file has them unaligned.
-at::Tensor tensor_of(const WeightFolder& folder, const std::string& name) {
-  const TensorSpec& spec = *folder.find(name);
-  const std::span<const std::byte> bytes = folder.data(name);
-  const at::TensorOptions options(scalar_type_of(spec.type));
-  const bool aligned = reinterpret_cast<uintptr_t>(bytes.data()) % bytes_of(spec.type) == 0;
-  if (aligned && !bytes.empty())
-    return at::from_blob(const_cast<std::byte*>(bytes.data()), spec.shape, options);
-  at::Tensor tensor = at::empty(spec.shape, options);
-  if (!bytes.empty()) std::memcpy(tensor.data_ptr(), bytes.data(), bytes.size());
-  return tensor;
-}
-
 void check_names_and_shapes(const WeightFolder& folder,
                             const std::map<std::string, at::Tensor, std::less<>>& wanted,
                             bool tied_head) {
@@ -127,9 +114,21 @@ void load_weights(const WeightFolder& folder, const std::vector<model::Parameter
                   bool tied_head) {
   check_weights(folder, parameters, tied_head);
   for (const auto& [name, value] : parameters) {
-    value.detach().copy_(tensor_of(folder, name));
+    value.detach().copy_(mapped_weight(folder, name));
     folder.release(name);
   }
+}
+
+at::Tensor mapped_weight(const WeightFolder& folder, const std::string& name) {
+  const std::span<const std::byte> bytes = folder.data(name);
+  const TensorSpec& spec = *folder.find(name);
+  const at::TensorOptions options(scalar_type_of(spec.type));
+  const bool aligned = reinterpret_cast<uintptr_t>(bytes.data()) % bytes_of(spec.type) == 0;
+  if (aligned && !bytes.empty())
+    return at::from_blob(const_cast<std::byte*>(bytes.data()), spec.shape, options);
+  at::Tensor tensor = at::empty(spec.shape, options);
+  if (!bytes.empty()) std::memcpy(tensor.data_ptr(), bytes.data(), bytes.size());
+  return tensor;
 }
 
 void save_weights(const std::filesystem::path& folder,

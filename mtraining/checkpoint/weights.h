@@ -12,6 +12,7 @@
 
 #include <cstdint>
 #include <filesystem>
+#include <string>
 #include <vector>
 
 #include "mtraining/checkpoint/weight_folder.h"
@@ -35,6 +36,10 @@ void load_weights(const WeightFolder& folder, const std::vector<model::Parameter
 /// The checks of load_weights alone; parameters may be on the meta device.
 void check_weights(const WeightFolder& folder, const std::vector<model::Parameter>& parameters,
                    bool tied_head);
+
+/// A tensor as the file has it, to be read from only: the mapped bytes themselves (aligned memory of its own where a file has
+/// them unaligned), so that it lives no longer than the folder. Errors: InvalidArgument where there is none of this name.
+at::Tensor mapped_weight(const WeightFolder& folder, const std::string& name);
 
 /// Writes the parameters as `type`, in their order, one on the host at a time. The folder must exist.
 /// Errors: ExternalError (disk full, ..).

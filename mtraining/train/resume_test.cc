@@ -10,6 +10,7 @@
 #include "mtraining/checkpoint/publication.h"
 #include "mtraining/checkpoint/scratch_folder.h"
 #include "mtraining/checkpoint/training_state.h"
+#include "mtraining/checkpoint/weights.h"
 #include "mtraining/train/run_state.h"
 #include "mtraining/train/stop_poll.h"
 #include "mtraining/train/tiny_run.h"
@@ -208,6 +209,10 @@ TEST(Resume, AStoppedAccumulationKeepsItsFinishedMicroSteps) {
       }
       EXPECT_NEAR(resumed.steps[s].loss / whole.steps[s + 2].loss, 1, 1e-6);
     }
+    // Speed is that of the micro-steps made since the stop.
+    const trace::StepMetrics& continued = resumed.steps[0];
+    EXPECT_EQ(continued.tokens, 8 * 256);
+    EXPECT_NEAR(continued.tokens_per_s * continued.step_s / (256 * (8 - dp)), 1, 1e-9);
     EXPECT_LT((resumed.weights - whole.weights).abs().max().item<double>(),
               ranks == 1 ? 1e-30 : 1e-5);
     EXPECT_EQ(rows_of(out / "stopped").size(), 4u);
@@ -244,14 +249,17 @@ TEST(Resume, RowsBeyondTheCheckpointAndATornLineGo) {
   const TinyData data("resume_rows");
   const checkpoint::ScratchFolder files(checkpoint::memory_folder());
   RunConfig config = short_config(data);
+  config.trace = {.chrome = true, .first_step = 2, .steps = 1};
   const fs::path out = files.path() / "run";
   run_in(config, out, 1, 1);
   const auto before = rows_of(out);
+  const auto bytes = fs::file_size(out / "trace.json");
   std::ofstream(out / "metrics.jsonl", std::ios::app) << "{\"train_step\": 7, \"lo";
   run_in(config, out, 1, 1, step_folder(out, 3));
   const auto after = rows_of(out);
   ASSERT_EQ(after.size(), 6u);
   for (size_t i = 0; i < 6; ++i) EXPECT_EQ(before[i]["loss"], after[i]["loss"]);
+  EXPECT_EQ(fs::file_size(out / "trace.json"), bytes);  // step 2 is not made again
 }
 
 TEST(Resume, OnlyTheLastCheckpointsStay) {
@@ -270,6 +278,75 @@ TEST(Resume, OnlyTheLastCheckpointsStay) {
   }
 }
 
+at::Tensor stored_master(const fs::path& checkpoint, const std::string& parameter) {
+  checkpoint::TrainingState state(checkpoint / "training_state");
+  const checkpoint::TensorSpec* spec = state.find(parameter + "/master");
+  EXPECT_NE(spec, nullptr) << parameter;
+  EXPECT_EQ(spec->type, checkpoint::StoredType::kF32) << parameter;
+  const int64_t count = checkpoint::num_elements(*spec);
+  at::Tensor master = at::empty({count});
+  state.read(parameter + "/master", 0, count,
+             {static_cast<std::byte*>(master.data_ptr()), static_cast<size_t>(count) * 4});
+  return master;
+}
+
+/// A Hugging Face folder of random float32 weights, which are returned.
+std::vector<model::Parameter> write_weights(const fs::path& folder, const RunConfig& config) {
+  fs::create_directories(folder);
+  const auto parameters = model::init_parameters(config.model, 99).list();
+  checkpoint::save_model_folder(folder, model::hf_config(config.model, 256), 256, parameters,
+                                at::kFloat, {});
+  return parameters;
+}
+
+TEST(InitFrom, MastersAreTheFilesFloat32WeightsToTheLastBit) {
+  const TinyData data("init_from_master");
+  const checkpoint::ScratchFolder files(checkpoint::memory_folder());
+  RunConfig config = short_config(data);
+  config.train.steps = 1;
+  config.optim.schedule = {.lr = 0};
+  config.init_from = (files.path() / "weights").string();
+  const auto parameters = write_weights(*config.init_from, config);
+  for (const auto dtype : {at::kFloat, at::kBFloat16}) {
+    for (const auto& [ranks, zero] :
+         std::vector<std::pair<int, int>>{{1, 0}, {2, 0}, {3, 2}, {4, 2}}) {
+      SCOPED_TRACE(concat(dtype, ", ", ranks, " ranks, zero ", zero));
+      config.model.dtype = dtype;
+      config.parallel.zero = zero;
+      const fs::path out = files.path() / concat(dtype, ranks, zero);
+      const SavedRun run = run_in(config, out, ranks, ranks);
+      EXPECT_TRUE(run.ranks_agree);
+      std::vector<at::Tensor> rounded;
+      for (const auto& p : parameters) {
+        const at::Tensor flat = p.value.detach().reshape({-1});
+        EXPECT_TRUE(at::equal(stored_master(step_folder(out, 1), p.name), flat)) << p.name;
+        rounded.push_back(flat.to(dtype).to(at::kFloat));
+      }
+      EXPECT_TRUE(at::equal(run.weights, at::cat(rounded)));
+    }
+  }
+}
+
+TEST(InitFrom, TheFolderMayGoAwayOnceTheRunHasBegun) {
+  const TinyData data("init_from_gone");
+  const checkpoint::ScratchFolder files(checkpoint::memory_folder());
+  RunConfig config = short_config(data);
+  config.train.steps = 1;
+  config.init_from = (files.path() / "weights").string();
+  config.out = (files.path() / "run").string();
+  fs::create_directories(config.out);
+  write_weights(*config.init_from, config);
+  const ResolvedRun resolved = resolve(config, topology::LaunchEnvironment());
+  comm::run_loopback(1, [&](comm::Transport& transport) {
+    Trainer trainer(config, resolved, transport);
+    fs::remove_all(*config.init_from);
+    trainer.run({});
+  });
+  EXPECT_EQ(checkpoint::incomplete_reason(step_folder(config.out, 1)), "");
+  EXPECT_EQ(model::read_hf_config(step_folder(config.out, 1)).hidden_size,
+            config.model.hidden_size);
+}
+
 TEST(Resume, TheCheckpointHoldsFloat32MastersOfABFloat16Model) {
   const TinyData data("resume_master");
   const checkpoint::ScratchFolder files(checkpoint::memory_folder());
@@ -278,15 +355,7 @@ TEST(Resume, TheCheckpointHoldsFloat32MastersOfABFloat16Model) {
   config.optim.schedule = {.lr = 1e-5};  // lost in bf16, kept in the master
   const fs::path out = files.path() / "run";
   run_in(config, out, 2, 2);
-  checkpoint::TrainingState state(step_folder(out, 6) / "training_state");
-  const std::string name = "model.layers.0.mlp.up_proj.weight";
-  const checkpoint::TensorSpec* spec = state.find(name + "/master");
-  ASSERT_NE(spec, nullptr);
-  EXPECT_EQ(spec->type, checkpoint::StoredType::kF32);
-  const int64_t count = checkpoint::num_elements(*spec);
-  at::Tensor master = at::empty({count});
-  state.read(name + "/master", 0, count,
-             {static_cast<std::byte*>(master.data_ptr()), static_cast<size_t>(count) * 4});
+  const at::Tensor master = stored_master(step_folder(out, 6), "model.layers.0.mlp.up_proj.weight");
   const at::Tensor rounded = master.to(at::kBFloat16).to(at::kFloat);
   EXPECT_GT(at::ne(master, rounded).to(at::kFloat).mean().item<double>(), 0.9);
 }
@@ -311,6 +380,29 @@ TEST(Resume, EvaluationsThatAStopCutShortAreMadeLater) {
   const SavedRun again = run_in(config, files.path() / "again", 2, 2, step_folder(out, 6));
   EXPECT_TRUE(again.steps.empty());
   EXPECT_FALSE(again.result.stopped);
+}
+
+TEST(Resume, AnEvaluationOfTheEndThatFailsLeavesTheTraining) {
+  const TinyData data("resume_bad_valid");
+  const checkpoint::ScratchFolder files(checkpoint::memory_folder());
+  RunConfig config = short_config(data);
+  config.checkpoint.every = 0;
+  config.eval.batches = 2;
+  config.data.valid = {{(data.folder() / "valid").string(), 1.0}};
+  data::TokenFileWriter writer(config.data.valid[0].path, data::TokenType::kUInt8);
+  std::vector<int64_t> ids(600);
+  ids[400] = 200;  // beyond the vocabulary, in the second sample
+  writer.add_sequence(ids);
+  writer.finish();
+  const fs::path out = files.path() / "run";
+  EXPECT_THROW(run_in(config, out, 2, 2), InvalidArgument);
+  const RunPosition position = read_checkpoint_info(step_folder(out, 6)).position;
+  EXPECT_EQ(position.steps_done, 6);
+  EXPECT_FALSE(position.evaluated);
+  config.eval.batches = 1;
+  const SavedRun rest = run_in(config, out, 2, 2, step_folder(out, 6));
+  EXPECT_TRUE(rest.steps.empty());
+  EXPECT_EQ(rest.result.evaluations.size(), 2u);
 }
 
 TEST(Resume, ADamagedOrForeignStateIsNamed) {

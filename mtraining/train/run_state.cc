@@ -13,8 +13,8 @@
 #include "mtraining/checkpoint/disk.h"
 #include "mtraining/checkpoint/publication.h"
 #include "mtraining/checkpoint/training_state.h"
+#include "mtraining/checkpoint/weight_folder.h"
 #include "mtraining/checkpoint/weights.h"
-#include "mtraining/model/hf_config.h"
 #include "mtraining/optim/flat_parameters.h"
 
 namespace mtraining::train {
@@ -92,7 +92,14 @@ CheckpointInfo read_checkpoint_info(const fs::path& folder) {
 RunState::RunState(const RunConfig& config, Job& job,
                    const std::vector<model::Parameter>& parameters, optim::ParameterShare& share,
                    optim::AdamW& adamw)
-    : config_(config), job_(job), parameters_(parameters), share_(share), adamw_(adamw) {
+    : config_(config),
+      job_(job),
+      parameters_(parameters),
+      share_(share),
+      adamw_(adamw),
+      hf_(config.init_from ? model::read_hf_config(*config.init_from)
+                           : model::hf_config(config.model, config.train.seq_len)) {
+  hf_.rope = config.model.rope;
   MT_ASSERT(parameters.size() == share.segments().size(), "parameters and segments differ");
 }
 
@@ -206,10 +213,7 @@ fs::path RunState::save(const RunPosition& position, const std::function<void()>
     writer.finish();
     if (between) between();
     if (job_.rank() != 0) return;
-    model::HfConfig hf = config_.init_from ? model::read_hf_config(*config_.init_from)
-                                           : model::hf_config(config_.model, config_.train.seq_len);
-    hf.rope = config_.model.rope;
-    checkpoint::save_model_folder(folder, hf, config_.train.seq_len, parameters_,
+    checkpoint::save_model_folder(folder, hf_, config_.train.seq_len, parameters_,
                                   config_.model.dtype, config_.init_from.value_or(""));
   };
   const auto verify = [&](const fs::path& folder) {
@@ -219,6 +223,20 @@ fs::path RunState::save(const RunPosition& position, const std::function<void()>
               " tensors, got ", written.tensors().size());
   };
   return checkpoint::publish(options, write, verify, checkpoint::agree_over(job_.metrics()));
+}
+
+void RunState::begin_from(const checkpoint::WeightFolder& folder) {
+  checkpoint::check_weights(folder, parameters_, config_.model.tie_word_embeddings);
+  for (const optim::OptimizerShard& shard : adamw_.shards()) {
+    for (const Part& part : parts_of({shard.begin, shard.end, kMaster, shard.master})) {
+      const int64_t count = part.end - part.begin;
+      const at::Tensor weight = checkpoint::mapped_weight(folder, part.parameter->name);
+      shard.master.narrow(0, part.offset, count)
+          .copy_(weight.reshape({-1}).narrow(0, part.begin, count));
+      folder.release(part.parameter->name);
+    }
+  }
+  adamw_.restored(0);
 }
 
 RunPosition RunState::load(const fs::path& folder) {

@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "mtraining/model/decoder.h"
+#include "mtraining/model/hf_config.h"
 #include "mtraining/optim/adamw.h"
 #include "mtraining/optim/parameter_share.h"
 #include "mtraining/train/config.h"
@@ -24,7 +25,8 @@
 
 namespace mtraining::checkpoint {
 class TrainingState;
-}
+class WeightFolder;
+}  // namespace mtraining::checkpoint
 
 namespace mtraining::train {
 
@@ -63,6 +65,9 @@ class RunState {
   /// `between` is called on each rank between its first and its last file, for tests.
   /// Errors: on every rank the same ExternalError; the checkpoint before stays whole.
   std::filesystem::path save(const RunPosition& position, const std::function<void()>& between);
+  /// Collective. Fills master and parameters from a Hugging Face folder: the master as exactly as the file has it, where parameters
+  /// are bf16 too. Errors: those of checkpoint::check_weights.
+  void begin_from(const checkpoint::WeightFolder& folder);
   /// Collective. Fills master, moments, parameters and, where some are kept, gradients. Errors: InvalidArgument naming file and
   /// tensor; ExternalError where ranks see different checkpoints.
   RunPosition load(const std::filesystem::path& folder);
@@ -89,6 +94,7 @@ class RunState {
   const std::vector<model::Parameter>& parameters_;
   optim::ParameterShare& share_;
   optim::AdamW& adamw_;
+  model::HfConfig hf_;  ///< read once: the folder of init_from may go away
 };
 
 }  // namespace mtraining::train

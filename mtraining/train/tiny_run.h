@@ -108,6 +108,7 @@ inline TinyResult run_tiny(RunConfig config, int ranks, int ranks_per_node,
     at::set_num_threads(1);
     set_num_threads(1);
     Trainer trainer(config, resolved, transport);
+    trainer.keep_indices();
     for (int64_t step = 0; step < resolved.steps; ++step) {
       const trace::StepMetrics m =
           trainer.step(step, replay != nullptr ? &replay->at(step) : nullptr);

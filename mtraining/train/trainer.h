@@ -89,7 +89,9 @@ class Trainer {
   trace::StepMetrics step(
       int64_t step,
       const std::vector<std::vector<std::shared_ptr<const index::Index>>>* replay = nullptr);
-  /// The indices that the last step() used: [micro_step][layer].
+  /// From here on each step's indices are kept until the next one, of all its micro-steps: for tests and replays.
+  void keep_indices();
+  /// The indices that the last step() used: [micro_step][layer]; empty without keep_indices().
   const std::vector<std::vector<std::shared_ptr<const index::Index>>>& last_indices() const;
   /// Held-out loss, collective.
   Evaluation evaluate(const LayerPatterns& patterns, bool measure_recall);

@@ -336,5 +336,53 @@ TEST(Trainer, ARunLeavesMetricsTraceSummaryAndExample) {
   }
 }
 
+TEST(Trainer, IndicesAreKeptOnlyWhereTheyAreAskedFor) {
+  const TinyData data("trainer_indices");
+  RunConfig config = tiny_config(data);
+  config.train.seq_len = 192;
+  config.train.global_batch_size = 3;
+  const ResolvedRun resolved = resolve(config, topology::LaunchEnvironment());
+  comm::run_loopback(1, [&](comm::Transport& transport) {
+    Trainer trainer(config, resolved, transport);
+    trainer.step(0);
+    EXPECT_TRUE(trainer.last_indices().empty());
+    trainer.keep_indices();
+    trainer.step(1);
+    ASSERT_EQ(trainer.last_indices().size(), 3u);  // micro-steps
+    for (const auto& layers : trainer.last_indices()) {
+      ASSERT_EQ(layers.size(), 2u);
+      for (const auto& index : layers) EXPECT_NE(index, nullptr);
+    }
+  });
+}
+
+TEST(Trainer, SingleBlocksHaveNoPictureWhichIsSaidAndNoOtherP) {
+  const TinyData data("trainer_blocks");
+  RunConfig config = tiny_config(data);
+  config.train.seq_len = 256;
+  config.train.steps = 1;
+  config.train.preflight = false;
+  config.attention.moba = {.chunk = 64, .top_k = 2};
+  config.trace.example_layer = 0;
+  config.eval.also_p = {0.3, 0.6};
+  for (const bool blocks : {true, false}) {
+    config.attention.pattern =
+        blocks ? pattern::PatternKind::kMoba : pattern::PatternKind::kVerticalSlash;
+    config.out = (data.folder() / concat("blocks", blocks)).string();
+    std::filesystem::create_directories(config.out);
+    const ResolvedRun resolved = resolve(config, topology::LaunchEnvironment());
+    comm::run_loopback(1, [&](comm::Transport& transport) {
+      std::string warnings;
+      TrainObserver observer;
+      observer.warning = [&](const std::string& text) { warnings += text; };
+      Trainer trainer(config, resolved, transport);
+      const TrainResult result = trainer.run(observer);
+      EXPECT_EQ(result.evaluations.size(), blocks ? 2u : 4u);
+      EXPECT_EQ(warnings.find("no picture") != std::string::npos, blocks) << warnings;
+    });
+    EXPECT_EQ(std::filesystem::exists(config.out + "/example/index.json"), !blocks);
+  }
+}
+
 }  // namespace
 }  // namespace mtraining::train

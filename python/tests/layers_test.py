@@ -32,6 +32,7 @@ def test_ranges_of_layers_are_resolved_and_repeat_themselves(job, tmp_path):
     refused = job.run("--dry-run")
     assert refused.returncode == 2
     assert "attention.layers[1].range: layer 0 is in attention.layers[0] too" in refused.stderr
+    assert f"{job.config.name}:" in refused.stderr
 
 
 def test_a_run_on_documents_reports_what_it_trains_on(job, tmp_path):

@@ -193,6 +193,8 @@ def test_another_configuration_is_refused_by_its_key(stopped):
 
 def test_what_splits_measures_and_saves_may_change(stopped):
     extra = ["--checkpoint.keep", "5", "--eval.batches", "2", "--trace.chrome", "false"]
+    extra += ["--train.mlp_tile", "64", "--train.peak_flops_per_s", "1e12"]
+    extra += ["--train.recompute", "layer", "--train.loss_chunk", "100"]
     result = stopped.run(*STEPS, *extra, "--attention.layout", "zigzag", nproc=2)
     assert result.returncode == 0, result.stderr
 
