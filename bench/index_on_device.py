@@ -98,6 +98,31 @@ def measure(seq_len, pattern, options):
     }
 
 
+def profile(seq_len, pattern, options):
+    """Microseconds of each kernel of one build_index and attend, mean of 10 calls."""
+    q, k, v = structured(seq_len, options.heads, options.kv_heads, options.head_dim)
+
+    def layer():
+        mtraining.attend(q, k, v, mtraining.build_index(q, k, pattern=pattern))
+
+    with torch.no_grad():
+        layer()
+        torch.cuda.synchronize()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
+            for _ in range(10):
+                layer()
+            torch.cuda.synchronize()
+    times = {
+        event.key[:90]: round(event.self_device_time_total / 10, 1)
+        for event in trace.key_averages()
+    }
+    return {
+        "case": "kernels",
+        "seq_len": seq_len,
+        "us": dict(sorted(times.items(), key=lambda x: -x[1])),
+    }
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--lengths", type=int, nargs="+", default=[32768, 131072])
@@ -107,12 +132,15 @@ def main():
     parser.add_argument("--p", type=float, default=0.9)
     parser.add_argument("--max-columns", type=int, default=None)
     parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--profile", action="store_true", help="also the time of each kernel")
     options = parser.parse_args()
     pattern = mtraining.VerticalSlash(
         p_vertical=options.p, p_slash=options.p, max_columns=options.max_columns
     )
     for seq_len in options.lengths:
         print(json.dumps(measure(seq_len, pattern, options)), flush=True)
+        if options.profile:
+            print(json.dumps(profile(seq_len, pattern, options)), flush=True)
 
 
 if __name__ == "__main__":

@@ -346,7 +346,7 @@ IndexTensors build_index_on_device(const at::Tensor& q, const at::Tensor& k,
                                             workspace.data_ptr(), workspace.numel(), whole.stream,
                                             out);
   }
-  index.caps_hit = parts == 1 ? caps_hit.view({}) : caps_hit.sum();
+  index.caps_hit = parts == 1 ? caps_hit.squeeze(0) : caps_hit.sum();
   return index;
 }
 

@@ -13,21 +13,28 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "cuda: needs a CUDA device and a library built with CUDA")
+    config.addinivalue_line("markers", "multi_gpu: needs two of them")
 
 
 def pytest_collection_modifyitems(config, items):
-    """Cases marked cuda are left out where they cannot run: deselected, so that they are counted neither passed nor skipped."""
-    marked = [item for item in items if item.get_closest_marker("cuda")]
-    if not marked:
+    """Cases that cannot run here are left out: deselected, so that they are counted neither passed nor skipped."""
+    needs = {
+        item: 2 if item.get_closest_marker("multi_gpu") else 1
+        for item in items
+        if item.get_closest_marker("cuda") or item.get_closest_marker("multi_gpu")
+    }
+    if not needs:
         return
     import torch
 
     from mtraining import library  # noqa: F401 registers the operators
 
     built = torch._C._dispatch_has_kernel_for_dispatch_key("mtraining::attend", "CUDA")
-    if not (built and torch.cuda.is_available()):
-        config.hook.pytest_deselected(items=marked)
-        items[:] = [item for item in items if item not in marked]
+    devices = torch.cuda.device_count() if built else 0
+    left_out = [item for item, gpus in needs.items() if gpus > devices]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
 
 
 def find_binary() -> Path | None:

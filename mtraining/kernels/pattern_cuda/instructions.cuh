@@ -60,6 +60,13 @@ __device__ __forceinline__ float exp2_approx(float x) {
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
+/// Adds to a 64-bit sum in shared memory that is kept in halves: shared memory adds 32 bits at a time by itself, 64 in a loop.
+__device__ __forceinline__ void add_in_halves(uint32_t* low, uint32_t* high, uint64_t value) {
+  const uint32_t part = static_cast<uint32_t>(value);
+  uint32_t carried = static_cast<uint32_t>(value >> 32);
+  if (part != 0) carried += atomicAdd(low, part) > ~part;
+  if (carried != 0) atomicAdd(high, carried);
+}
 /// Maximum of floats in memory. -0 is stored as +0.
 __device__ __forceinline__ void atomic_max(float* to, float value) {
   value += 0.0f;

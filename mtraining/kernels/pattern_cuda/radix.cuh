@@ -10,6 +10,8 @@
 
 #include <cstdint>
 
+#include "mtraining/kernels/pattern_cuda/instructions.cuh"
+
 namespace mtraining::kernels::pattern_cuda {
 
 inline constexpr int64_t kUnbounded = 0x7fffffffffffffff;
@@ -92,10 +94,13 @@ __device__ __forceinline__ void descend(Search& s, int64_t mass_above, int64_t c
 }
 
 struct RadixBins {
-  unsigned long long mass[256];
-  unsigned int count[256];
+  uint32_t low[256], high[256];  // of the mass
+  uint32_t count[256];
   long long warp_mass[8];
   int warp_count[8];
+  __device__ long long mass(int bin) const {
+    return static_cast<long long>(static_cast<uint64_t>(high[bin]) << 32 | low[bin]);
+  }
 };
 
 /// Digit of an item that matches, or -1.
@@ -158,7 +163,8 @@ __device__ void pick_round(Search& s, RadixBins& bins, const Get& get, int inver
 template <typename Item>
 __device__ void fill_bins(const Search& s, RadixBins& bins, int num_items, const Item& item) {
   for (int b = threadIdx.x; b < 256; b += blockDim.x) {
-    bins.mass[b] = 0;
+    bins.low[b] = 0;
+    bins.high[b] = 0;
     bins.count[b] = 0;
   }
   __syncthreads();
@@ -168,7 +174,7 @@ __device__ void fill_bins(const Search& s, RadixBins& bins, int num_items, const
     item(i, &mass, &inverse);
     const int digit = digit_of(s, mass, inverse);
     if (digit < 0) continue;
-    atomicAdd(&bins.mass[digit], static_cast<unsigned long long>(mass));
+    add_in_halves(&bins.low[digit], &bins.high[digit], static_cast<uint64_t>(mass));
     atomicAdd(&bins.count[digit], 1u);
   }
   __syncthreads();
@@ -185,7 +191,7 @@ __device__ void search_items(Search& s, RadixBins& bins, int num_items, const It
     pick_round(
         s, bins,
         [&](int b, long long* mass, int* count) {
-          *mass = static_cast<long long>(bins.mass[b]);
+          *mass = bins.mass(b);
           *count = static_cast<int>(bins.count[b]);
         },
         inverse_bits);

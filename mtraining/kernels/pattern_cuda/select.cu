@@ -41,13 +41,14 @@ __device__ __forceinline__ uint32_t inverse_of(const Keys& keys, int position) {
 }
 
 __global__ void __launch_bounds__(kThreads) first_histogram(Keys keys, int64_t* histogram) {
-  __shared__ unsigned long long mass_of[kFirstBins];
-  __shared__ unsigned int count_of[kFirstBins];
+  __shared__ uint32_t low_of[kFirstBins], high_of[kFirstBins];  // of the mass
+  __shared__ uint32_t count_of[kFirstBins];
   const int64_t row = blockIdx.x / keys.chunks;
   const int begin = static_cast<int>(blockIdx.x % keys.chunks) * keys.chunk_keys;
   const int end = min(keys.num_keys, begin + keys.chunk_keys);
   for (int b = threadIdx.x; b < kFirstBins; b += kThreads) {
-    mass_of[b] = 0;
+    low_of[b] = 0;
+    high_of[b] = 0;
     count_of[b] = 0;
   }
   __syncthreads();
@@ -55,14 +56,15 @@ __global__ void __launch_bounds__(kThreads) first_histogram(Keys keys, int64_t* 
     if (position_of(keys, key) >= keys.seq_len) continue;
     const int64_t mass = keys.masses[row * keys.num_keys + key];
     const int bin = first_bin(mass);
-    if (mass != 0) atomicAdd(&mass_of[bin], static_cast<unsigned long long>(mass));
+    add_in_halves(&low_of[bin], &high_of[bin], static_cast<uint64_t>(mass));
     atomicAdd(&count_of[bin], 1u);
   }
   __syncthreads();
   int64_t* to = histogram + row * kFirstBins * 2;
   for (int b = threadIdx.x; b < kFirstBins; b += kThreads) {
     if (count_of[b] == 0) continue;
-    if (mass_of[b] != 0) atomic_add(to + 2 * b, static_cast<int64_t>(mass_of[b]));
+    const uint64_t mass = static_cast<uint64_t>(high_of[b]) << 32 | low_of[b];
+    if (mass != 0) atomic_add(to + 2 * b, static_cast<int64_t>(mass));
     atomic_add(to + 2 * b + 1, count_of[b]);
   }
 }
@@ -181,7 +183,7 @@ __global__ void __launch_bounds__(512)
   __syncthreads();
   fill_bins(s, bins, s.open ? s.num_matches : 0, Matches{keys, candidates, row});
   if (threadIdx.x < 256) {
-    histogram[(row * 256 + threadIdx.x) * 2] = static_cast<int64_t>(bins.mass[threadIdx.x]);
+    histogram[(row * 256 + threadIdx.x) * 2] = bins.mass(threadIdx.x);
     histogram[(row * 256 + threadIdx.x) * 2 + 1] = bins.count[threadIdx.x];
   }
 }

@@ -240,8 +240,8 @@ __global__ void __launch_bounds__(32 * kWarps, 1)
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           const int i = 2 * m + e / 2;
-          s[m][n][e] = kPass == Pass::kScan ? s[m][n][e] * args.scale_log2
-                                            : fmaf(s[m][n][e], args.scale_log2, -state[i]);
+          if constexpr (kPass != Pass::kScan)
+            s[m][n][e] = fmaf(s[m][n][e], args.scale_log2, -state[i]);
           if (masked) {
             const int key = start + n * 8 + lane % 4 * 2 + e % 2;
             if (key > position[i] || key < document[i]) s[m][n][e] = -kInfinity;
@@ -255,13 +255,13 @@ __global__ void __launch_bounds__(32 * kWarps, 1)
 #pragma unroll
         for (int n = 0; n < 8; ++n)
           top = fmaxf(top, fmaxf(s[i / 2][n][i % 2 * 2], s[i / 2][n][i % 2 * 2 + 1]));
-        top = quad_max(top);
+        top = quad_max(top) * args.scale_log2;
         const float reference = top == -kInfinity ? 0.0f : top;
         float sum = 0;
 #pragma unroll
         for (int n = 0; n < 8; ++n) {
-          sum += exp2_approx(s[i / 2][n][i % 2 * 2] - reference) +
-                 exp2_approx(s[i / 2][n][i % 2 * 2 + 1] - reference);
+          sum += exp2_approx(fmaf(s[i / 2][n][i % 2 * 2], args.scale_log2, -reference)) +
+                 exp2_approx(fmaf(s[i / 2][n][i % 2 * 2 + 1], args.scale_log2, -reference));
         }
         sum = quad_sum(sum);
         state[i] = fmaxf(state[i], top);
@@ -278,7 +278,8 @@ __global__ void __launch_bounds__(32 * kWarps, 1)
 #pragma unroll
         for (int n = 0; n < 8; ++n)
 #pragma unroll
-          for (int e = 0; e < 4; ++e) s[m][n][e] = fmaxf(exp2_approx(s[m][n][e]), 0.0f);
+          for (int e = 0; e < 4; ++e)
+            s[m][n][e] = exp2_approx(s[m][n][e]);  // NaN stays; no mass comes of it
     }
 
     if constexpr (kPass == Pass::kMasses) {
@@ -289,6 +290,9 @@ __global__ void __launch_bounds__(32 * kWarps, 1)
 #pragma unroll
         for (int e = 0; e < 2; ++e)
           sums[2 * n + e] = (s[0][n][e] + s[0][n][e + 2]) + (s[1][n][e] + s[1][n][e + 2]);
+      float whole = 0;  // this thread's
+#pragma unroll
+      for (int j = 0; j < 16; ++j) whole += sums[j];
       halve<8>(sums, 16, lane);
       halve<4>(sums, 8, lane);
       halve<2>(sums, 4, lane);
@@ -307,20 +311,32 @@ __global__ void __launch_bounds__(32 * kWarps, 1)
           const int c = offset >= 0 ? offset / 64 : -((63 - offset) / 64);
           const float t0 =
               static_cast<float>(offset - 64 * c + lane / 4) - static_cast<float>(lane % 4 * 2);
-          float x[4] = {0, 0, 0, 0};  // sums of p, p t, p |t|, p |t - 64|
+          float x[4] = {whole, 0, 0, 0};  // sums of p, p t, p |t|, p |t - 64|
+          if (offset - 64 * c <= 33) {    // then t <= 64 in all 32 rows, and the last sum follows
 #pragma unroll
-          for (int m = 0; m < 2; ++m)
+            for (int m = 0; m < 2; ++m)
 #pragma unroll
-            for (int n = 0; n < 8; ++n)
+              for (int n = 0; n < 8; ++n)
 #pragma unroll
-              for (int e = 0; e < 4; ++e) {
-                const float t = t0 + static_cast<float>((2 * m + e / 2) * 8 - n * 8 - e % 2);
-                const float p = s[m][n][e];
-                x[0] += p;
-                x[1] = fmaf(p, t, x[1]);
-                x[2] = fmaf(p, fabsf(t), x[2]);
-                x[3] = fmaf(p, fabsf(t - 64), x[3]);
-              }
+                for (int e = 0; e < 4; ++e) {
+                  const float t = t0 + static_cast<float>((2 * m + e / 2) * 8 - n * 8 - e % 2);
+                  x[1] = fmaf(s[m][n][e], t, x[1]);
+                  x[2] = fmaf(s[m][n][e], fabsf(t), x[2]);
+                }
+            x[3] = 64 * x[0] - x[1];
+          } else {
+#pragma unroll
+            for (int m = 0; m < 2; ++m)
+#pragma unroll
+              for (int n = 0; n < 8; ++n)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) {
+                  const float t = t0 + static_cast<float>((2 * m + e / 2) * 8 - n * 8 - e % 2);
+                  x[1] = fmaf(s[m][n][e], t, x[1]);
+                  x[2] = fmaf(s[m][n][e], fabsf(t), x[2]);
+                  x[3] = fmaf(s[m][n][e], fabsf(t - 64), x[3]);
+                }
+          }
           warp_sum(x);
           const float shares[4] = {(x[2] - x[1]) / 2, (64 * x[0] + x[1] - 2 * x[2] + x[3]) / 2,
                                    (x[2] - 2 * x[3] + 128 * x[0] - x[1]) / 2,
@@ -344,24 +360,24 @@ __global__ void __launch_bounds__(32 * kWarps, 1)
             const int offset = position[i] - start;
             const int c = offset >= 0 ? offset / 64 : -((63 - offset) / 64);
             const float t0 = static_cast<float>(offset - 64 * c - lane % 4 * 2);
-            float whole = 0, slope = 0, bend = 0;
+            float of_row = 0, slope = 0, bend = 0;
 #pragma unroll
             for (int n = 0; n < 8; ++n)
 #pragma unroll
               for (int e = 0; e < 2; ++e) {
                 const float t = t0 - static_cast<float>(n * 8 + e);
                 const float p = s[i / 2][n][i % 2 * 2 + e];
-                whole += p;
+                of_row += p;
                 slope = fmaf(p, t, slope);
                 bend = fmaf(p, fabsf(t), bend);
               }
-            whole = quad_sum(whole);
+            of_row = quad_sum(of_row);
             slope = quad_sum(slope);
             bend = quad_sum(bend);
-            const float shares[3] = {(bend - slope) / 2, 64 * whole - bend, (bend + slope) / 2};
+            const float shares[3] = {(bend - slope) / 2, 64 * of_row - bend, (bend + slope) / 2};
             if (lane % 4 < 3) {
               float share = lane % 4 == 0 ? shares[0] : lane % 4 == 1 ? shares[1] : shares[2];
-              if (share < whole * 1e-4f) share = 0;
+              if (share < of_row * 1e-4f) share = 0;
               const int64_t mass = fixed_point(share, 128.0f);
               const int to_diagonal = c - 1 + lane % 4;
               if (mass != 0 && to_diagonal >= 0 && to_diagonal < args.num_diagonals)
