@@ -1,6 +1,7 @@
 #include "mtraining/attention/autograd.h"
 
 #include <ATen/ATen.h>
+#include <c10/core/DeviceGuard.h>
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <cmath>
@@ -171,6 +172,8 @@ AttentionOutput sparse_ring_attention(RingContext& context, const at::Tensor& q,
                                       const at::Tensor& k, const at::Tensor& v,
                                       const AttentionCall& call) {
   RingContext::State& state = context.state();
+  // Launches and transfers are the current device's.
+  const c10::DeviceGuard guard(q.defined() ? q.device() : at::Device(at::kCPU));
   const at::Tensor documents =
       call.document_starts.defined() ? call.document_starts.contiguous() : at::Tensor();
   AttentionOutput output;

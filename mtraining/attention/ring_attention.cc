@@ -305,7 +305,9 @@ BackwardResult checked_backward(RingContext::State& state, IndexPlan& plan, cons
   check_gradient_inputs(q, dout, saved);
   const RingCall call =
       checked_call(state, plan, "backward", q, k, v, softmax_scale, document_starts);
-  return ring_backward(state, plan, call, with_contiguous_rows(dout),
+  const at::Tensor dout_rows =
+      q.is_cpu() || rows_are_aligned(dout) ? with_contiguous_rows(dout) : dout.contiguous();
+  return ring_backward(state, plan, call, dout_rows,
                        {saved.out, saved.lse.contiguous(), saved.out_residual});
 }
 

@@ -90,6 +90,7 @@ bool rows_are_aligned(const at::Tensor& tensor) {
   const auto size = static_cast<int64_t>(tensor.element_size());
   if (reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 != 0) return false;
   if (tensor.size(-1) > 1 && tensor.stride(-1) != 1) return false;
+  if (tensor.dim() == 4 && tensor.size(1) > 1 && tensor.stride(1) == 0) return false;
   for (int64_t d = 0; d + 1 < tensor.dim(); ++d)
     if (tensor.size(d) > 1 && tensor.stride(d) * size % 16 != 0) return false;
   return true;

@@ -29,7 +29,8 @@ at::Tensor with_contiguous_rows(const at::Tensor& tensor);
 
 /// cudaStream_t of the tensor's device that work of this thread is ordered on; null on the CPU.
 void* current_stream(at::Device device);
-/// True where rows of [B, S, H, D] are 16-byte aligned and so are steps from row to row: what copies of whole rows read.
+/// True where rows of [B, S, H, D] are 16-byte aligned and so are steps from row to row, and tokens are not expanded: what tensor
+/// copies of a GPU read.
 bool rows_are_aligned(const at::Tensor& tensor);
 
 comm::ConstBuffer bytes_of(const at::Tensor& contiguous);
