@@ -437,6 +437,8 @@ struct KeyConsumer {
           (item.x & 255) == kItemColumns && args.column_q_blocks >= args.num_q_blocks;
       if (any || whole) store(dk, dv, item, whole);
     }
+    // Shared memory must outlive the copies that read it.
+    if (kWithQueries && lane == 0) bulk_wait();
   }
 };
 
