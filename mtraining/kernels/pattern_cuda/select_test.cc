@@ -32,7 +32,8 @@ bool has_gpu() {
 #define MT_NEEDS_GPU() \
   if (!has_gpu()) GTEST_SKIP() << "needs a CUDA device"
 
-/// Masses of several kinds: like attention's, all equal, few values, zeros, a giant, the largest allowed.
+/// Masses of several kinds: like attention's, all equal, few values, zeros, a giant, the largest allowed, ones (a budget between
+/// two counts).
 std::vector<int64_t> masses_of(int kind, int64_t count, uint64_t seed) {
   testing::Random random(seed);
   std::vector<int64_t> masses(count);
@@ -54,13 +55,16 @@ std::vector<int64_t> masses_of(int kind, int64_t count, uint64_t seed) {
       case 4:
         masses[i] = i == count / 3 ? int64_t{1} << 46 : static_cast<int64_t>(u * 100);
         break;
-      default:
+      case 5:
         masses[i] = (int64_t{1} << 47) + static_cast<int64_t>(u * 3);
+        break;
+      default:
+        masses[i] = 1;
     }
   }
   return masses;
 }
-constexpr int kKinds = 6;
+constexpr int kKinds = 7;
 
 std::vector<int32_t> bits_to_list(const std::vector<uint32_t>& words, int64_t row,
                                   int64_t per_row) {
