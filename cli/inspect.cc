@@ -206,6 +206,9 @@ Json list_of(const fs::path& root) {
 
 /// The last whole row of metrics.jsonl; `rows` counts them, `cut` says whether the file ends within one.
 Json last_row(const fs::path& path, int64_t& rows, bool& cut) {
+  std::error_code error;
+  MT_CHECK_ARG(fs::is_regular_file(path, error), path.string(), ": expected a file, ",
+               error ? error.message() : std::string("got something else"));
   std::ifstream file(path);
   MT_CHECK_ARG(file.good(), path.string(), ": cannot be opened: ", std::strerror(errno));
   std::string line, last;

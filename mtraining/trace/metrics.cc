@@ -1,5 +1,7 @@
 #include "mtraining/trace/metrics.h"
 
+#include <sys/stat.h>
+
 #include <cerrno>
 #include <cmath>
 #include <cstring>
@@ -17,6 +19,13 @@ nlohmann::ordered_json number(double value) {
 nlohmann::ordered_json number(const std::optional<double>& value) {
   if (!value) return nullptr;
   return number(*value);
+}
+
+/// Device and number of the file that a name stands for.
+std::pair<dev_t, ino_t> identity(const std::string& path) {
+  struct stat status = {};
+  return ::stat(path.c_str(), &status) == 0 ? std::pair(status.st_dev, status.st_ino)
+                                            : std::pair(dev_t{0}, ino_t{0});
 }
 
 }  // namespace
@@ -55,7 +64,14 @@ std::string to_json(const StepMetrics& m) {
 
 MetricsFile::MetricsFile(const std::filesystem::path& path, int64_t keep_to)
     : path_(path.string()) {
-  if (keep_to > 0 && std::filesystem::exists(path)) {
+  std::error_code error;
+  const std::filesystem::file_type type = std::filesystem::status(path, error).type();
+  const bool there = type != std::filesystem::file_type::not_found;
+  // Opening a pipe would wait for a reader.
+  MT_CHECK_EXTERNAL(!there || type == std::filesystem::file_type::regular, path_,
+                    ": expected a file, ",
+                    error ? error.message() : std::string("got something else"));
+  if (keep_to > 0 && there) {
     // Beside it first: a process that dies here leaves the rows as they were.
     const std::string part = path_ + ".part";
     std::ifstream rows(path);
@@ -72,11 +88,15 @@ MetricsFile::MetricsFile(const std::filesystem::path& path, int64_t keep_to)
   }
   out_.open(path, keep_to > 0 ? std::ios::app : std::ios::trunc);
   MT_CHECK_EXTERNAL(out_.good(), path_, ": cannot be created: ", std::strerror(errno));
+  identity_ = identity(path_);
 }
 
 void MetricsFile::write(const StepMetrics& metrics) {
   out_ << to_json(metrics) << '\n' << std::flush;
   MT_CHECK_EXTERNAL(out_.good(), path_, ": writing failed: ", std::strerror(errno));
+  // The lock went with a folder that was removed: another run may be in one of the same name.
+  MT_CHECK_EXTERNAL(identity(path_) == identity_, path_,
+                    ": was removed or replaced while the run went on");
 }
 
 }  // namespace mtraining::trace

@@ -6,11 +6,14 @@
 // JSON has no NaN.
 #pragma once
 
+#include <sys/types.h>
+
 #include <cstdint>
 #include <filesystem>
 #include <fstream>
 #include <optional>
 #include <string>
+#include <utility>
 
 namespace mtraining::trace {
 
@@ -56,10 +59,12 @@ class MetricsFile {
   /// Rows of an older file up to train_step `keep_to` stay, later ones and a torn last line go. Errors: ExternalError where
   /// the file cannot be written.
   explicit MetricsFile(const std::filesystem::path& path, int64_t keep_to = 0);
+  /// Errors: ExternalError where the row cannot be written, or the file is no longer the one that was opened.
   void write(const StepMetrics& metrics);
 
  private:
   std::string path_;
+  std::pair<dev_t, ino_t> identity_;
   std::ofstream out_;
 };
 

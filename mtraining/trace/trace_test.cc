@@ -1,4 +1,5 @@
 #include <gtest/gtest.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <cmath>
@@ -54,6 +55,7 @@ TEST(MetricsFile, EveryLineHasEveryKeyAndUnmeasuredValuesAreNull) {
                             "step_imbalance",
                             "comm_bytes",
                             "peak_memory_bytes",
+                            "peak_tensor_bytes",
                             "skipped",
                             "heads_dense",
                             "caps_hit"}) {
@@ -66,6 +68,29 @@ TEST(MetricsFile, EveryLineHasEveryKeyAndUnmeasuredValuesAreNull) {
   EXPECT_EQ(rows[1]["valid_loss"], 3.5);
   std::filesystem::remove(path);
   EXPECT_THROW(MetricsFile("/nonexistent_folder/metrics.jsonl"), ExternalError);
+}
+
+TEST(MetricsFile, WhatIsNoFileOrAnotherFileIsRefused) {
+  const auto path = scratch("other_metrics.jsonl");
+  std::filesystem::remove_all(path);
+  const auto refused = [&] {
+    for (const int64_t keep_to : {0, 3}) EXPECT_THROW(MetricsFile(path, keep_to), ExternalError);
+    std::filesystem::remove(path);
+  };
+  std::filesystem::create_directory(path);
+  refused();
+  std::filesystem::create_symlink(path, path);
+  refused();
+  ASSERT_EQ(::mkfifo(path.c_str(), 0600), 0);
+  refused();
+  MetricsFile file(path);
+  file.write({});
+  std::filesystem::remove(path);
+  EXPECT_THROW(file.write({}), ExternalError);
+  MetricsFile of_another_run(path);
+  EXPECT_THROW(file.write({}), ExternalError);
+  of_another_run.write({});
+  std::filesystem::remove(path);
 }
 
 TEST(ChromeTrace, MergedFileHasAProcessARankAndEverySpan) {

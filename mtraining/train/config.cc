@@ -10,6 +10,8 @@
 namespace mtraining::train {
 namespace {
 
+constexpr int64_t kMostTokens = int64_t{1} << 62;  ///< of a run
+
 // Counts that are multiplied with each other stay far from 2^63.
 void at_most(const char* key, int64_t value, int64_t most) {
   MT_CHECK_ARG(value <= most, key, ": expected at most ", most, ", got ", value);
@@ -98,6 +100,7 @@ ResolvedRun resolve(RunConfig& config, const topology::LaunchEnvironment& launch
                train.steps ? "both" : "neither");
   if (train.steps) at_least("train.steps", *train.steps, 1);
   if (train.tokens) at_least("train.tokens", *train.tokens, 1);
+  if (train.tokens) at_most("train.tokens", *train.tokens, kMostTokens);
   check_attention(config);
   optim::check(config.optim.adamw);
   optim::check(config.optim.schedule);
@@ -145,9 +148,10 @@ ResolvedRun resolve(RunConfig& config, const topology::LaunchEnvironment& launch
                "parallel.dp_size: expected a divisor of the ", world, " ranks, got ",
                resolved.dp_size);
   resolved.cp_size = config.parallel.cp_size.value_or(world / resolved.dp_size);
-  MT_CHECK_ARG(resolved.cp_size * resolved.dp_size == world, "parallel.cp_size: ", resolved.cp_size,
-               " x parallel.dp_size ", resolved.dp_size, " = ", resolved.cp_size * resolved.dp_size,
-               " ranks expected, ", world, " are running (--nproc or the launcher's WORLD_SIZE)");
+  const int64_t ranks = int64_t{resolved.cp_size} * resolved.dp_size;
+  MT_CHECK_ARG(ranks == world, "parallel.cp_size: ", resolved.cp_size, " x parallel.dp_size ",
+               resolved.dp_size, " = ", ranks, " ranks expected, ", world,
+               " are running (--nproc or the launcher's WORLD_SIZE)");
   resolved.topology = resolve_topology(config, resolved.cp_size, launch);
   const int64_t micro = train.micro_batch_size * resolved.dp_size;
   MT_CHECK_ARG(train.global_batch_size % micro == 0,
@@ -155,6 +159,7 @@ ResolvedRun resolve(RunConfig& config, const topology::LaunchEnvironment& launch
                "micro_batch_size x dp_size = ", micro, ", got ", train.global_batch_size);
   resolved.accumulation = train.global_batch_size / micro;
   const int64_t step_tokens = train.global_batch_size * train.seq_len;
+  if (train.steps) at_most("train.steps", *train.steps, kMostTokens / step_tokens);
   resolved.steps = train.steps ? *train.steps : (*train.tokens + step_tokens - 1) / step_tokens;
   config.optim.schedule.total_steps = resolved.steps;
   layout::Layout checked(

@@ -32,6 +32,7 @@ BAD_VALUES = [
     (["--train.steps"], None, ["--train.steps", "expected a value"]),
     (["--train.steps", "0"], None, ["train.steps", "at least 1", "got 0"]),
     (["--train.steps", "-4"], None, ["train.steps", "got -4"]),
+    (["--train.steps", str(2**63 - 1)], None, ["train.steps", "expected at most"]),
     (["--train.steps", "many"], None, ["train.steps", "whole number", "many"]),
     (["--train.steps", "2.5"], None, ["train.steps", "whole number", "2.5"]),
     (["--train.tokens", "100"], None, ["train.steps", "exactly one", "both"]),
@@ -102,6 +103,11 @@ BAD_VALUES = [
     (["--model.dtype", "fp8"], None, ["model.dtype", '"float32"']),
     (["--parallel.cp_size", "3"], 4, ["parallel.cp_size", "3", "4"]),
     (["--parallel.cp_size", "0"], 1, ["parallel.cp_size"]),
+    (
+        ["--parallel.cp_size", "2147483647", "--parallel.dp_size", "2147483647"],
+        1,
+        ["parallel.cp_size", "= 4611686014132420609 ranks"],
+    ),
     (["--parallel.dp_size", "3"], 4, ["parallel.dp_size", "divisor"]),
     (["--parallel.cp_inner_size", "3"], 4, ["cp_inner_size", "3"]),
     (["--parallel.cp_inner_size", "0"], 4, ["cp_inner_size"]),
@@ -181,11 +187,12 @@ def test_wrong_files_are_named_with_their_line(job, text, parts):
     assert_one_sentence(job.run(), *parts)
 
 
-def test_a_value_out_of_range_names_its_line(job):
-    text = job.config.read_text().replace("steps = 3", "steps = 0")
-    line = text.splitlines().index("steps = 0") + 1
+@pytest.mark.parametrize("wrong", ["steps = 0", f"tokens = {2**63 - 1}"])
+def test_a_value_out_of_range_names_its_line(job, wrong):
+    text = job.config.read_text().replace("steps = 3", wrong)
+    line = text.splitlines().index(wrong) + 1
     job.config.write_text(text)
-    assert_one_sentence(job.run(), f"tiny.toml:{line}: train.steps")
+    assert_one_sentence(job.run(), f"tiny.toml:{line}: train.{wrong.split()[0]}: expected at")
 
 
 # ---------------------------------------------------------------- files
@@ -527,6 +534,11 @@ INSPECT = {
         ["inspect", "{folder}/bad"],
         ["metrics.jsonl", "offset 20"],
         folder_with(metrics__jsonl='{"train_step": 1}\nnot json\n'),
+    ),
+    "run: metrics are a pipe": Case(  # opening it would wait for a writer
+        ["inspect", "{folder}/bad"],
+        ["metrics.jsonl: expected a file"],
+        lambda job: [(job.folder / "bad").mkdir(), os.mkfifo(job.folder / "bad/metrics.jsonl")],
     ),
 }
 
