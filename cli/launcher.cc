@@ -59,6 +59,8 @@ class CausePipe {
     pollfd poll_in{ends_[0], POLLIN, 0};
     ::poll(&poll_in, 1, milliseconds);
   }
+  /// Whether a signal to one rank alone has ended it before the first step. What others say later is that they lost it.
+  bool left() const { return left_; }
   void read_into(std::vector<Cause>& causes) {
     char buffer[4096];
     for (ssize_t got; (got = ::read(ends_[0], buffer, sizeof(buffer))) > 0;)
@@ -69,7 +71,8 @@ class CausePipe {
       const std::string line = text_.substr(0, end);
       if (std::sscanf(line.c_str(), "%d %d %n", &cause.rank, &cause.exit_code, &consumed) == 2) {
         cause.message = line.substr(consumed);
-        causes.push_back(cause);
+        left_ = left_ || (cause.exit_code == 0 && causes.empty());
+        if (cause.exit_code != 0 && !left_) causes.push_back(cause);
       }
     }
   }
@@ -77,6 +80,7 @@ class CausePipe {
  private:
   int ends_[2] = {-1, -1};
   std::string text_;
+  bool left_ = false;
 };
 
 [[noreturn]] void become_rank(const LaunchOptions& options, int rank, int port, int error_fd,
@@ -154,7 +158,7 @@ int launch(const LaunchOptions& options) {
       Child& child = children[rank];
       if (!child.running || ::waitpid(child.pid, &status, WNOHANG) != child.pid) continue;
       child.running = false;
-      if (ended_by_us) continue;
+      if (ended_by_us || pipe.left()) continue;
       if (WIFSIGNALED(status)) {
         if (!killed) killed = Cause{rank, 1, signal_text(rank, WTERMSIG(status))};
       } else if (WEXITSTATUS(status) != 0 && !exited) {
@@ -168,6 +172,7 @@ int launch(const LaunchOptions& options) {
       ended_by_us = true;
       signal_all(SIGKILL);
     }
+    if (pipe.left() && !stop_at) pending_signal = SIGTERM;
     if (const int number = pending_signal; number != 0) {
       pending_signal = 0;
       // A terminal's second Ctrl-C means now.

@@ -172,6 +172,30 @@ def test_a_stop_signal_in_the_first_second_is_heeded(job, nproc, delay):
     assert_nobody_left(job.folder)
 
 
+@pytest.mark.parametrize("which", [0, 3])
+def test_a_signal_to_one_rank_before_the_first_step_ends_all(job, which):
+    process = subprocess.Popen(
+        job.command("--train.steps", "100000", nproc=4),
+        env=job.environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    chosen = []
+    while len(ranks := ranks_of(job.folder)) < 5 or not chosen:
+        assert process.poll() is None
+        name = b"RANK=%d" % which  # set between fork and exec
+        chosen = [
+            pid for pid in ranks if name in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        ]
+    os.kill(chosen[0], signal.SIGTERM)
+    out, err = finish(process, 20)
+    assert process.returncode == 0, (out, err)
+    assert err == ""
+    assert out == "stopped before the first step; the same command begins anew\n"
+    assert_nobody_left(job.folder)
+
+
 def start_alone(job, *extra: str) -> subprocess.Popen:
     """Rank 0 of two, whose peer never comes."""
     with socket.socket() as free:
