@@ -18,7 +18,10 @@ constexpr int64_t kInsists = 1000;  ///< ms after the first signal from which a 
 constexpr int kPeersWait = 4;  ///< s for the other ranks to be told of a stop before the first step
 
 constinit std::atomic<bool> wanted{false}, running{false}, printing{true}, peers{false};
-constinit std::atomic<int64_t> first_ms{0}, steps_done{0}, steps_saved{0}, grace_ms{20000};
+constinit std::atomic<int> launcher_pipe{-1};  ///< of --nproc
+constinit std::atomic<int64_t> first_ms{0}, steps_done{0}, grace_ms{20000};
+/// -1: none. One of step 0 holds micro-steps of the first.
+constinit std::atomic<int64_t> steps_saved{-1};
 constinit std::atomic<bool> goes_on_by_itself{true};
 static_assert(std::atomic<int64_t>::is_always_lock_free);
 
@@ -38,21 +41,22 @@ size_t format(char* out, size_t room) {
     char digits[24];
     size_t i = sizeof(digits);
     digits[--i] = '\0';
-    for (int64_t rest = number; rest > 0; rest /= 10)
-      digits[--i] = static_cast<char>('0' + rest % 10);
+    int64_t rest = number;
+    do digits[--i] = static_cast<char>('0' + rest % 10);
+    while ((rest /= 10) > 0);
     add(digits + i);
   };
   const int64_t done = steps_done.load(), saved = steps_saved.load();
   if (done == 0) {
-    add("stopped before the first step");
+    add(saved < 0 ? "stopped before the first step" : "stopped before the end of the first step");
   } else {
     add("stopped at train_step ");
     add_number(done);
   }
-  add(done > 0 && saved == 0 ? "; no checkpoint was kept: the same command" : "; the same command");
+  add(done > 0 && saved < 0 ? "; no checkpoint was kept: the same command" : "; the same command");
   if (!goes_on_by_itself) add(", with --resume auto,");
-  add(saved > 0 ? " continues" : " begins anew");
-  if (saved > 0 && saved < done) {
+  add(saved >= 0 ? " continues" : " begins anew");
+  if (saved >= 0 && saved < done) {
     add(" after train_step ");
     add_number(saved);
   }
@@ -65,6 +69,10 @@ size_t format(char* out, size_t room) {
     char text[1200];
     const ssize_t written = ::write(STDOUT_FILENO, text, format(text, sizeof(text)));
     static_cast<void>(written);  // nobody reads: nothing to do about it
+  }
+  if (launcher_pipe >= 0 && !running) {
+    const ssize_t written = ::write(launcher_pipe, kLeftLine, sizeof(kLeftLine) - 1);
+    static_cast<void>(written);
   }
   ::_exit(0);
 }
@@ -122,6 +130,8 @@ void install_stop_handlers(char** environment) {
     if (rank != nullptr && std::strcmp(rank, "0") != 0) printing = false;
   }
   peers = has_peers(environment);
+  if (const char* fd = find_variable(environment, "MTRAINING_ERROR_FD"))
+    launcher_pipe = std::atoi(fd);
   ::signal(SIGPIPE, SIG_IGN);  // who reads the progress may leave
   struct sigaction action {};
   action.sa_flags = SA_RESTART;
@@ -139,8 +149,9 @@ void install_stop_handlers(char** environment) {
 
 const std::atomic<bool>& stop_wanted() { return wanted; }
 
-void resumed_at(int64_t train_step, bool by_itself) {
-  steps_done = steps_saved = train_step;
+void begins_after(int64_t train_step, bool has_checkpoint, bool by_itself) {
+  steps_done = train_step;
+  steps_saved = has_checkpoint ? train_step : -1;
   goes_on_by_itself = by_itself;
 }
 

@@ -16,13 +16,16 @@
 
 namespace mtraining::cli {
 
+/// What a rank of --nproc tells its launcher (a rank, an exit code, words) when a signal ends it before the first step.
+inline constexpr char kLeftLine[] = "0 0 left\n";
+
 /// Installs the handlers, ignores SIGPIPE and unblocks the stop signals. Needs nothing but system calls: it may run before
 /// libraries, libc among them, are initialised. `environment`: what main() is given as its third argument. Only a process whose launcher gave it rank 0, or none, will print.
 void install_stop_handlers(char** environment);
 /// True from the first signal on; the address lives as long as the process.
 const std::atomic<bool>& stop_wanted();
-/// The run goes on from a checkpoint of this step. by_itself: the same command would find the next checkpoint too.
-void resumed_at(int64_t train_step, bool by_itself);
+/// What was done before this process, by a checkpoint. by_itself: the same command would find the next checkpoint too.
+void begins_after(int64_t train_step, bool has_checkpoint, bool by_itself);
 /// The run begins: from here on signals leave `grace_s` seconds to the step under way and to saving what is finished.
 void begin_steps(double grace_s, bool prints);
 void step_finished(int64_t train_step);

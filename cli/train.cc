@@ -297,7 +297,7 @@ int train_here(train::RunConfig config, const train::ResolvedRun& resolved,
   }
   std::optional<RunFolder> folder;
   if (launch.rank == 0) folder.emplace(config.out);
-  resumed_at(start.steps_done, resume == "auto");
+  begins_after(start.steps_done, start.kind == StartKind::kResume, resume == "auto");
   config.text = to_toml(config);
   train::Trainer trainer(config, resolved, *connections.transport, start.checkpoint);
   if (folder) folder->write("config.toml", to_toml(config));

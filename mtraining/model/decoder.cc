@@ -68,6 +68,13 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const at::Tenso
   return at::linear(x, weight, bias.defined() ? std::optional(bias) : std::nullopt);
 }
 
+at::Tensor embed(const at::Tensor& table, const at::Tensor& ids) {
+  // torch on the CPU adds the gradient of a token that comes often up in the table's precision: in bf16 it stops growing.
+  if (table.is_cpu() && at::isReducedFloatingType(table.scalar_type()))
+    return at::embedding(table.to(at::kFloat), ids).to(table.scalar_type());
+  return at::embedding(table, ids);
+}
+
 Family family_of(const DecoderConfig& config) {
   try {
     return parse_family(config.architecture);
@@ -362,7 +369,7 @@ at::Tensor Decoder::forward(const at::Tensor& ids, const at::Tensor& positions,
                "ids: expected [B, n] int64 and positions [n] or [B, n], got ", ids.sizes(), " and ",
                positions.sizes());
   if (observe) observe("embed", -1, true);
-  at::Tensor h = at::embedding(parameters_.embed_tokens, ids);
+  at::Tensor h = embed(parameters_.embed_tokens, ids);
   const RopeTable rope = rope_table(positions, frequencies_);
   if (observe) observe("embed", -1, false);
   for (int64_t i = 0; i < config_.num_hidden_layers; ++i) h = run_layer(i, h, rope);

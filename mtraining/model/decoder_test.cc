@@ -1,6 +1,7 @@
 #include "mtraining/model/decoder.h"
 
 #include <ATen/ATen.h>
+#include <ATen/Parallel.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -253,6 +254,29 @@ TEST(Decoder, TiedHeadIsOneTensorAndGetsBothGradients) {
       .backward();
   EXPECT_TRUE(at::allclose(tied, q.embed_tokens.grad() + q.lm_head.grad(), 1e-4, 1e-4));
   EXPECT_GT(q.embed_tokens.grad().abs().sum().item<double>(), 0);
+}
+
+TEST(Decoder, TheGradientOfATokenThatComesOftenIsSummedInFloat32) {
+  at::set_num_threads(1);  // more for products this small cost more than they do
+  // Tokens alike in all things, so that each adds the same to its row: a bf16 sum of them stops growing.
+  for (const auto dtype : {at::kFloat, at::kBFloat16}) {
+    DecoderConfig c = tiny();
+    c.tie_word_embeddings = false;
+    c.dtype = dtype;
+    const auto row_gradient = [&](int64_t tokens) {
+      const DecoderParameters p = init_parameters(c, 1);
+      const at::Tensor ids = at::full({1, tokens}, 5, at::kLong);
+      const auto own_value = [](int64_t, const at::Tensor& q, const at::Tensor&,
+                                const at::Tensor& v) { return v.repeat_interleave(2, 2) + q * 0; };
+      const at::Tensor hidden =
+          Decoder(c, p).forward(ids, at::zeros({tokens}, at::kLong), own_value);
+      (hidden * at::arange(1, 25).to(dtype)).sum().backward();
+      EXPECT_EQ(p.embed_tokens.grad().scalar_type(), dtype);
+      return p.embed_tokens.grad()[5].to(at::kDouble);
+    };
+    const at::Tensor one = row_gradient(1), many = row_gradient(3000) / 3000;
+    EXPECT_LT(((many - one).norm() / one.norm()).item<double>(), 0.01) << dtype;
+  }
 }
 
 RopeParameters rope_of(RopeType type, double theta, double factor = 1) {

@@ -126,6 +126,20 @@ def test_a_stopped_accumulation_is_kept_and_continued(job):
     assert_same_run(whole, job.out)
 
 
+def test_micro_steps_of_the_first_step_are_kept_too(job):
+    extra = ["--train.steps", "2", "--train.global_batch_size", "4"]
+    extra += ["--train.preflight", "false", "--checkpoint.save_accumulation", "true"]
+    fault = {"MTRAINING_FAULT": "rank=0,step=1,at=accumulation,kind=stop"}
+    stopped = job.run(*extra, env=fault)
+    assert stopped.returncode == 0, stopped.stderr
+    last = stopped.stdout.splitlines()[-1]
+    assert last == "stopped before the end of the first step; the same command continues"
+    again = job.run(*extra)
+    assert again.returncode == 0, again.stderr
+    assert f"goes on from {checkpoint(job.out, 0)}" in again.stdout
+    assert [row["train_step"] for row in rows(job.out)] == [1, 2]
+
+
 def test_minutes_save_the_middle_of_a_step_from_a_kill(job):
     extra = ["--train.steps", "3", "--train.global_batch_size", "6", "--train.preflight", "false"]
     extra += ["--checkpoint.save_accumulation", "true", "--checkpoint.save_every_minutes", "1e-6"]
