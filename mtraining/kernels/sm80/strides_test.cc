@@ -360,6 +360,80 @@ TEST(Sm80Strides, HugeScoresOnMaskedLanesLeaveNoTrace) {
   }
 }
 
+// Memory that ends with the last key and query; NaN behind inputs and a sentinel behind what is written. Every query sees
+// every key: a key that does not exist would have weight e^0. Against float64.
+TEST(Sm80Strides, TailsOfRaggedMemory) {
+  MT_NEEDS_DEVICE();
+  constexpr int64_t kDim = 128, kBehind = 64;
+  constexpr int kSentinel = 0x41;
+  for (const int64_t keys : {1, 63, 65, 70, 129}) {
+    for (const int64_t queries : {1, 70}) {
+      for (const bool deterministic : {false, true}) {
+        std::vector<DeviceMemory> memory;
+        Matrix in[4], out[4];
+        std::vector<float> values[4];
+        for (int i = 0; i < 4; ++i) {
+          const int64_t tokens = i == 1 || i == 2 ? keys : queries;
+          const int64_t out_tokens = i == 2 || i == 3 ? keys : queries;
+          memory.emplace_back((tokens + kBehind) * kDim * 2);
+          in[i] = Matrix::inside(memory.back(), 0, kDim, tokens, kDim, 2);
+          values[i] = normal(tokens * kDim, 70 + i);
+          in[i].write(values[i]);
+          memory.emplace_back((out_tokens + kBehind) * kDim * 4);
+          check_device(cudaMemset(memory.back().get(), kSentinel, memory.back().bytes()),
+                       "the sentinel");
+          out[i] = Matrix::inside(memory.back(), 0, kDim, out_tokens, kDim, 4);
+        }
+        Small small;
+        small.dim = kDim;
+        small.queries = queries;
+        small.keys = keys;
+        small.q_start = 192;
+        small.scale = 0.1;
+        small.forward(in[0], in[1], in[2], out[0]);
+        small.backward(in[0], in[1], in[2], out[0], in[3], out[1], out[2], out[3], deterministic);
+        std::vector<double> expected[4];
+        for (int i = 0; i < 4; ++i)
+          expected[i].assign((i == 2 || i == 3 ? keys : queries) * kDim, 0);
+        for (int64_t q = 0; q < queries; ++q) {
+          std::vector<double> p(keys, 0), dp(keys, 0);
+          double sum = 0, delta = 0;
+          for (int64_t k = 0; k < keys; ++k) {
+            for (int64_t d = 0; d < kDim; ++d) {
+              p[k] += 0.1 * values[0][q * kDim + d] * values[1][k * kDim + d];
+              dp[k] += double{values[3][q * kDim + d]} * values[2][k * kDim + d];
+            }
+            sum += std::exp(p[k]);
+          }
+          EXPECT_NEAR(small.lse[q], std::log(sum), 1e-4);
+          for (int64_t k = 0; k < keys; ++k) delta += (p[k] = std::exp(p[k]) / sum) * dp[k];
+          for (int64_t k = 0; k < keys; ++k) {
+            const double ds = 0.1 * p[k] * (dp[k] - delta);
+            for (int64_t d = 0; d < kDim; ++d) {
+              expected[0][q * kDim + d] += p[k] * values[2][k * kDim + d];
+              expected[1][q * kDim + d] += ds * values[1][k * kDim + d];
+              expected[2][k * kDim + d] += ds * values[0][q * kDim + d];
+              expected[3][k * kDim + d] += p[k] * values[3][q * kDim + d];
+            }
+          }
+        }
+        for (int i = 0; i < 4; ++i) {
+          const std::vector<float> got = out[i].read();
+          double error = 0, norm = 0;
+          for (size_t x = 0; x < got.size(); ++x) {
+            error += (got[x] - expected[i][x]) * (got[x] - expected[i][x]);
+            norm += expected[i][x] * expected[i][x];
+          }
+          EXPECT_LE(error, 4e-4 * norm + 1e-8) << i << ", " << keys << " keys, " << queries;
+          const std::vector<char> all = memory[2 * i + 1].read<char>();
+          for (size_t x = got.size() * 4; x < all.size(); ++x)
+            ASSERT_EQ(all[x], kSentinel) << i << " written behind its end";
+        }
+      }
+    }
+  }
+}
+
 // 8300 columns in an order of their own and a bitmap that hides some, one head; also the chunks of the backward: 70 and 20000
 // queries. Against float64.
 TEST(Sm80Strides, ThousandsOfColumns) {
