@@ -410,24 +410,23 @@ Schedule make_schedule(const ScheduleOptions& options, int cp_rank, Direction di
                cp_rank);
   MT_CHECK_ARG(options.prefetch_steps >= 1, "prefetch_steps: expected >= 1, got ",
                options.prefetch_steps);
+  const int prefetch = std::min(options.prefetch_steps, cp_size);  // no more is ever to come
   MT_CHECK_ARG(options.ring_stride >= 1 && std::gcd(options.ring_stride, cp_size) == 1,
                "ring_stride: expected a positive number coprime to cp_size ", cp_size, ", got ",
                options.ring_stride);
   if (options.ring == RingKind::kFlat) {
     const Ring ring{.size = cp_size, .place = cp_rank, .stride = options.ring_stride % cp_size};
-    return single_ring(ring, Channel::kFlatKv, Channel::kFlatGrad, options.prefetch_steps, false,
-                       direction);
+    return single_ring(ring, Channel::kFlatKv, Channel::kFlatGrad, prefetch, false, direction);
   }
   MT_CHECK_ARG(options.ring_stride == 1, "ring_stride: expected 1 with ring = hierarchical, got ",
                options.ring_stride);
   if (topology.ranks_per_node == 1) {
     const Ring ring{.size = cp_size, .place = cp_rank};
-    return single_ring(ring, Channel::kOuterKv, Channel::kOuterGrad, options.prefetch_steps, true,
-                       direction);
+    return single_ring(ring, Channel::kOuterKv, Channel::kOuterGrad, prefetch, true, direction);
   }
   return options.inner == InnerKind::kRing
-             ? hierarchical_ring(topology, cp_rank, options.prefetch_steps, direction)
-             : hierarchical_gather(topology, cp_rank, options.prefetch_steps, direction);
+             ? hierarchical_ring(topology, cp_rank, prefetch, direction)
+             : hierarchical_gather(topology, cp_rank, prefetch, direction);
 }
 
 }  // namespace

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <limits>
 #include <numeric>
 #include <set>
 
@@ -131,6 +132,21 @@ TEST(Schedule, TransfersAreIssuedPrefetchStepsAheadAndNoFurther) {
       }
     }
   });
+}
+
+TEST(Schedule, MoreStepsAheadThanThereAreRanksAreAllOfThem) {
+  sweep(
+      [](ScheduleOptions options, bool backward) {
+        const auto make = backward ? backward_schedule : forward_schedule;
+        options.prefetch_steps = options.topology.cp_size();
+        const Schedule all = make(options, 0);
+        options.prefetch_steps = std::numeric_limits<int>::max();
+        const Schedule more = make(options, 0);
+        EXPECT_EQ(more.ops.size(), all.ops.size());
+        EXPECT_EQ(more.num_kv_slots, all.num_kv_slots);
+        EXPECT_EQ(more.num_grad_slots, all.num_grad_slots);
+      },
+      9);
 }
 
 TEST(Schedule, SlotsAreFewAndReused) {
