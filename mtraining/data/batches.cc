@@ -51,15 +51,6 @@ int64_t first_sample(int64_t step, int64_t samples_per_step, int64_t micro_step,
   return step * samples_per_step + (micro_step * dp_size + dp_rank) * micro_batch;
 }
 
-int64_t micro_step_after(int64_t samples_done, int64_t micro_batch, int dp_size) {
-  const int64_t at_once = micro_batch * dp_size;
-  MT_CHECK_ARG(samples_done >= 0 && samples_done % at_once == 0,
-               "resume: the train step was left after ", samples_done,
-               " samples, expected a multiple of micro_batch_size x dp_size = ", at_once,
-               "; use the dp_size and micro_batch_size that the run had");
-  return samples_done / at_once;
-}
-
 Batches::Batches(const BatchOptions& options) : options_(options) {
   MT_CHECK_ARG(!options.sources.empty(),
                "data.train: expected at least one {path, weight}, got none");

@@ -78,9 +78,6 @@ struct PassCount {
 /// dp_size, so that a run that goes on with another dp_size takes each remaining sample exactly once.
 int64_t first_sample(int64_t step, int64_t samples_per_step, int64_t micro_step,
                      int64_t micro_batch, int dp_rank, int dp_size);
-/// The micro-step that comes after `samples_done` samples of a train step. Errors: InvalidArgument where another split left off at a
-/// place that is no beginning of a micro-step of this one.
-int64_t micro_step_after(int64_t samples_done, int64_t micro_batch, int dp_size);
 
 /// Which sample of which source is the k-th of the run.
 struct SampleRef {
