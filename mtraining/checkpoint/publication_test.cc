@@ -349,7 +349,8 @@ TEST(Publication, AgreementGivesTheLowestRanksErrorToAll) {
     comm::run_loopback(ranks, [&](comm::Transport& transport) {
       std::vector<int> members(ranks);
       std::iota(members.begin(), members.end(), 0);
-      const Agreement agree = agree_over(*transport.open("agreement", members));
+      const comm::CommunicatorPtr communicator = transport.open("agreement", members);
+      const Agreement agree = agree_over(*communicator);
       const int rank = transport.rank();
       const std::string mine = rank == 0 ? "" : concat("rank ", rank, std::string(3000, '!'));
       got[rank] = agree("") + agree(mine);

@@ -1,8 +1,8 @@
 // Fault: makes one rank fail on purpose, so that tests can see how a job ends. Silent unless MTRAINING_FAULT is set.
 //
 // In:   MTRAINING_FAULT="rank=2,step=3,at=forward,kind=throw". Out: that rank throws, dies or poisons a gradient there.
-// Next: trainer.h calls it at "loader", "forward", "backward", "accumulation" (between micro-steps),
-//       "gradient", "checkpoint" (between a rank's files; the step is the finished one).
+// Next: trainer.h calls it at "start" (step 0: ranks have met, nothing is built), "loader", "forward", "backward",
+//       "accumulation" (between micro-steps), "gradient", "checkpoint" (between a rank's files; the step is the finished one).
 #pragma once
 
 #include <cstdint>

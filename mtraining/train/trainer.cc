@@ -19,8 +19,10 @@ constexpr int64_t kMostSkipped = 10;
 }  // namespace
 
 Trainer::Trainer(const RunConfig& config, const ResolvedRun& resolved, comm::Transport& transport,
-                 const std::filesystem::path& resume)
-    : state_(std::make_unique<State>(config, resolved, transport, resume)) {}
+                 const std::filesystem::path& resume) {
+  Fault::from_environment(transport.rank()).strike("start", 0);
+  state_ = std::make_unique<State>(config, resolved, transport, resume);
+}
 Trainer::~Trainer() = default;
 
 const std::vector<model::Parameter>& Trainer::parameters() const { return state_->parameters; }

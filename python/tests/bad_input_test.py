@@ -675,7 +675,7 @@ def test_two_launches_into_one_folder_do_not_mix(job, nproc):
     assert job.run(nproc=nproc).returncode == 0  # it has ended
 
 
-@pytest.mark.parametrize("name", ["config.toml", "metrics.jsonl", "summary.json"])
+@pytest.mark.parametrize("name", ["config.toml", "summary.json"])
 def test_a_full_disk_is_named_with_the_file(job, name):
     job.out.mkdir()
     (job.out / name).symlink_to("/dev/full")

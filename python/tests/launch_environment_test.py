@@ -314,17 +314,28 @@ def wait_for_handlers(process: subprocess.Popen) -> None:
     raise AssertionError("no handlers")
 
 
-# A model whose parameters take seconds to be made: ranks have met, and the first step is not there yet.
-SLOW_START = ["--model.vocab_size", "100000", "--model.hidden_size", "512"]
+# Ranks meet, and then rank 0 goes no further: the first step never comes.
+HELD = {"MTRAINING_FAULT": "rank=0,step=0,at=start,kind=hang"}
+
+
+def wait_until_met(job) -> None:
+    """Until rank 0 has claimed the run's folder, which it does once all ranks are there."""
+    end = time.monotonic() + 20
+    while not (job.out / ".lock").exists():
+        assert time.monotonic() < end, "ranks did not meet"
+        time.sleep(0.02)
 
 
 @pytest.mark.parametrize("signalled", [0, 1])
-@pytest.mark.parametrize("delay", [0.0, 0.4, 2.0])
+@pytest.mark.parametrize("delay", [0.0, 0.4, None])
 def test_a_rank_that_is_stopped_alone_before_the_first_step_takes_all_along(job, signalled, delay):
     port = free_port()
-    ranks = [start(job, by_hand(rank, 2, port), *SLOW_START) for rank in range(2)]
+    ranks = [start(job, by_hand(rank, 2, port) | HELD) for rank in range(2)]
     wait_for_handlers(ranks[signalled])
-    time.sleep(delay)
+    if delay is None:
+        wait_until_met(job)
+    else:
+        time.sleep(delay)
     ranks[signalled].send_signal(signal.SIGTERM)
     results = finish(ranks, 12)
     assert [code for code, _, _ in results] == [0, 0], results
@@ -348,8 +359,8 @@ def test_a_rank_that_comes_late_learns_of_a_stop(job):
 @pytest.mark.parametrize("killed", [0, 1])
 def test_a_rank_that_is_killed_before_the_first_step_is_named(job, killed):
     port = free_port()
-    ranks = [start(job, by_hand(rank, 2, port), *SLOW_START) for rank in range(2)]
-    time.sleep(2.0)
+    ranks = [start(job, by_hand(rank, 2, port) | HELD) for rank in range(2)]
+    wait_until_met(job)
     ranks[killed].kill()
     results = finish(ranks, 10)
     code, _, err = results[1 - killed]
