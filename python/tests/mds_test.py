@@ -10,7 +10,7 @@ import struct
 
 import numpy as np
 import pytest
-from mtraining.mds import read_index
+from mtraining.mds import Column, read_index
 from mtraining.prepare import main, prepare_mds
 
 VOCABULARY = 151936
@@ -169,6 +169,24 @@ def test_every_encoding_comes_back(folder):
             if isinstance(value, np.ndarray):
                 assert got[name].dtype == value.dtype
             np.testing.assert_array_equal(got[name], value)
+
+
+@pytest.mark.parametrize(
+    ("encoding", "data", "words"),
+    [
+        ("ndarray:uint32", b"\x04\0", "expected sides above 0, got [0]"),
+        ("ndarray:uint32", b"\x04\2\0\0\0\0\0\0", "expected 8 bytes for uint32[2], got 6"),
+        ("ndarray:uint32", b"\x05\2", "the shape is cut after 2 bytes"),
+        ("ndarray", b"\x20", "expected type and shape, got 1 bytes"),
+        ("ndarray", b"\x07\x04\1", "expected the code of a type, got 7"),
+        ("int", b"1234", "expected 8 bytes, got 4"),
+        ("str", b"\xff", "expected UTF-8"),
+    ],
+)
+def test_values_that_are_none(encoding, data, words):
+    with pytest.raises(ValueError, match="shard, sample 3, column c: ") as caught:
+        Column("c", encoding, None).decode(data, "shard, sample 3")
+    assert words in str(caught.value) and "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("valid_samples", [1, 3, 4, 7])
