@@ -58,32 +58,39 @@ def write_token_file(prefix: Path, documents: Iterable[np.ndarray], dtype: str =
     """Writes <prefix>.bin and <prefix>.idx, one sequence a document; returns the number of tokens.
 
     dtype: one of uint8, int8, int16, int32, int64, uint16 (for vocabularies below 65500).
-    Errors: ValueError where an id does not fit the dtype: ids are never wrapped.
+    Errors: ValueError where an id does not fit the dtype: ids are never wrapped. Whatever fails leaves the files that were there.
     """
     if dtype not in _CODES:
         raise ValueError(f"dtype: expected one of {', '.join(_CODES)}, got {dtype}")
     limits = np.iinfo(dtype)
     lengths: list[int] = []
     prefix.parent.mkdir(parents=True, exist_ok=True)
-    index = prefix.with_name(prefix.name + ".idx")
-    index.unlink(missing_ok=True)  # never an old index beside new tokens
-    with open(prefix.with_name(prefix.name + ".bin"), "wb") as out:
-        for ids in documents:
-            ids = np.asarray(ids)
-            if ids.size and (ids.min() < 0 or ids.max() > limits.max):
-                raise ValueError(
-                    f"{prefix}: token ids {ids.min()} .. {ids.max()} do not fit {dtype}"
-                )
-            out.write(ids.astype(f"<{np.dtype(dtype).str[1:]}").tobytes())
-            lengths.append(int(ids.size))
-    width = np.dtype(dtype).itemsize
-    pointers = np.concatenate([[0], np.cumsum(lengths)[:-1]]) * width if lengths else np.zeros(0)
-    with open(index, "wb") as out:
-        out.write(b"MMIDIDX\0\0")
-        out.write(struct.pack("<QBQQ", 1, _CODES[dtype], len(lengths), len(lengths) + 1))
-        out.write(np.asarray(lengths, dtype="<i4").tobytes())
-        out.write(pointers.astype("<i8").tobytes())
-        out.write(np.arange(len(lengths) + 1, dtype="<i8").tobytes())
+    names = {end: prefix.with_name(prefix.name + end) for end in (".bin", ".idx")}
+    parts = {end: path.with_name(path.name + ".part") for end, path in names.items()}
+    try:
+        with open(parts[".bin"], "wb") as out:
+            for ids in documents:
+                ids = np.asarray(ids)
+                if ids.size and (ids.min() < 0 or ids.max() > limits.max):
+                    raise ValueError(
+                        f"{prefix}: token ids {ids.min()} .. {ids.max()} do not fit {dtype}"
+                    )
+                out.write(ids.astype(f"<{np.dtype(dtype).str[1:]}").tobytes())
+                lengths.append(int(ids.size))
+        width = np.dtype(dtype).itemsize
+        ends = np.cumsum(lengths, dtype=np.int64) * width
+        with open(parts[".idx"], "wb") as out:
+            out.write(b"MMIDIDX\0\0")
+            out.write(struct.pack("<QBQQ", 1, _CODES[dtype], len(lengths), len(lengths) + 1))
+            out.write(np.asarray(lengths, dtype="<i4").tobytes())
+            out.write(np.concatenate([[0], ends[:-1]]).astype("<i8").tobytes() if lengths else b"")
+            out.write(np.arange(len(lengths) + 1, dtype="<i8").tobytes())
+        names[".idx"].unlink(missing_ok=True)  # never an old index beside new tokens
+        for end, part in parts.items():
+            part.replace(names[end])
+    finally:
+        for part in parts.values():
+            part.unlink(missing_ok=True)
     return sum(lengths)
 
 

@@ -31,6 +31,15 @@ def test_ids_are_never_wrapped(tmp_path):
         write_token_file(tmp_path / "t", [], dtype="float32")
 
 
+def test_what_fails_leaves_the_files_that_were_there(tmp_path):
+    write_token_file(tmp_path / "t", [np.array([1, 2, 3])])
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    for documents in ([np.array([5]), np.array([300])], (1 / 0 for _ in range(1))):
+        with pytest.raises((ValueError, ZeroDivisionError)):
+            write_token_file(tmp_path / "t", documents)
+        assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
 def test_entropy():
     assert unigram_entropy(np.zeros(10, dtype=np.uint8)) == 0
     assert math.isclose(unigram_entropy(np.arange(256, dtype=np.uint8)), math.log(256))
