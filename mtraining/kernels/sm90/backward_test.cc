@@ -5,7 +5,7 @@
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
+#include <memory>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -24,8 +24,6 @@ namespace {
 struct Gradients {
   std::vector<double> dq, dk, dv, dout;
 };
-
-constexpr int64_t kGuardRows = 64;  // beyond the end, must stay as they are
 
 /// Gradients begin at 1: the kernels add.
 DeviceMemory ones(int64_t rows, int64_t width) {
@@ -108,69 +106,13 @@ void repeat(BackwardParams g, const std::vector<const DeviceMemory*>& gradients,
 
 Gradients run_case(const Case& c) {
   SCOPED_TRACE(c.name);
-  const Precision precision = precision_of(c.dtype);
+  const WholeCase whole(c);
   const int64_t B = c.batch, H = c.num_q_heads, Hk = c.num_kv_heads, D = c.head_dim;
-  const testing::Problem problem = make_problem(c);
-  const Choice choice = choose(c);
-  const std::vector<int32_t> documents = testing::make_document_starts(c.documents, B, c.seq_len);
-  const testing::Mask mask =
-      testing::vertical_slash_mask(choice.diagonals, choice.columns, H, documents, c.seq_len);
+  const Precision precision = whole.precision;
+  const testing::Problem& problem = whole.problem;
   const bool solvable = c.seq_len <= 4096;  // else the modes are held against each other
-  const Solved& right = solved(c, problem, mask);
+  const Solved& right = solved(c, problem, whole.mask);
   const testing::Solution &truth = right.truth, &plain = right.plain;
-
-  const index::Index index = index::make_index(static_cast<int>(B), static_cast<int>(H), c.seq_len,
-                                               choice.diagonals, choice.columns);
-  const layout::Layout layout({.kind = c.layout,
-                               .seq_len = c.seq_len,
-                               .cp_size = c.cp_size,
-                               .stripe = c.stripe,
-                               .nodes = c.nodes});
-  const index::DiagonalBitmap bitmap = index::diagonal_bitmap(index);
-  const DeviceMemory bits(bitmap.bits);
-
-  // Padding rows hold NaN, but for values: 0 * NaN is NaN there as in dense attention.
-  const auto shard = [&](const std::vector<double>& values, int rank, double padding) {
-    return DeviceMemory(testing::pack(
-        precision,
-        testing::take_rows<double>(values, B, c.seq_len, rows_of(c, layout, rank), padding)));
-  };
-  std::vector<DeviceMemory> k, v, starts;
-  for (int rank = 0; rank < c.cp_size; ++rank) {
-    k.push_back(shard(problem.k, rank, NAN));
-    v.push_back(shard(problem.v, rank, 0));
-    starts.emplace_back(layout.block_starts(rank));
-  }
-
-  // Columns once: the union gathered from all ranks.
-  std::vector<DeviceMemory> gathered_k, gathered_v;
-  std::vector<DeviceColumns> gathered;
-  std::vector<std::vector<index::PackedRow>> gathered_owner;  // of each buffer row; batch -1: none
-  std::vector<std::vector<int64_t>> gathered_position;
-  if (c.columns == Columns::kOnce) {
-    const index::ColumnPlan plan = index::plan_columns(index, layout, static_cast<int>(Hk), 48);
-    for (const index::ColumnSlice& slice : plan.slices) {
-      const int64_t rows = c.cp_size * slice.rows_per_rank;
-      std::vector<double> rows_k(rows * D, 1e30), rows_v(rows_k);
-      gathered_owner.emplace_back(rows, index::PackedRow{-1, 0, 0});
-      gathered_position.emplace_back(rows, 0);
-      for (int rank = 0; rank < c.cp_size; ++rank) {
-        for (size_t i = 0; i < slice.rows[rank].size(); ++i) {
-          const index::PackedRow& row = slice.rows[rank][i];
-          const int64_t position = layout.position(rank, row.offset);
-          const int64_t from = ((row.batch * c.seq_len + position) * Hk + row.kv_head) * D;
-          const int64_t to = rank * slice.rows_per_rank + static_cast<int64_t>(i);
-          std::copy_n(problem.k.begin() + from, D, rows_k.begin() + to * D);
-          std::copy_n(problem.v.begin() + from, D, rows_v.begin() + to * D);
-          gathered_owner.back()[to] = row;
-          gathered_position.back()[to] = position;
-        }
-      }
-      gathered_k.emplace_back(testing::pack(precision, rows_k));
-      gathered_v.emplace_back(testing::pack(precision, rows_v));
-      gathered.emplace_back(slice.gathered_rows, slice.positions, slice.counts, slice.capacity);
-    }
-  }
 
   Gradients result;
   for (const bool deterministic : {false, true}) {
@@ -180,79 +122,29 @@ Gradients run_case(const Case& c) {
     got.dv.assign(problem.k.size(), 0);
     std::vector<DeviceMemory> dk, dv, gathered_dk, gathered_dv;
     for (int rank = 0; rank < c.cp_size; ++rank) {
-      const int64_t rows = static_cast<int64_t>(rows_of(c, layout, rank).size()) * B;
+      const int64_t rows = static_cast<int64_t>(rows_of(c, whole.layout, rank).size()) * B;
       dk.push_back(ones(rows, Hk * D));
       dv.push_back(ones(rows, Hk * D));
     }
-    for (const auto& owner : gathered_owner) {
-      gathered_dk.push_back(ones(static_cast<int64_t>(owner.size()), D));
-      gathered_dv.push_back(ones(static_cast<int64_t>(owner.size()), D));
+    for (const GatheredColumns& slice : whole.gathered) {
+      gathered_dk.push_back(ones(static_cast<int64_t>(slice.owner.size()), D));
+      gathered_dv.push_back(ones(static_cast<int64_t>(slice.owner.size()), D));
     }
     for (int rank = 0; rank < c.cp_size; ++rank) {
-      const std::vector<int64_t> positions = rows_of(c, layout, rank);
+      const std::unique_ptr<RankCase> made = whole.rank(rank);
+      const std::vector<int64_t>& positions = made->positions;
       const int64_t n = static_cast<int64_t>(positions.size());
-      const DeviceMemory q = shard(problem.q, rank, NAN);
-      DeviceMemory document;
-      if (!documents.empty())
-        document = DeviceMemory(testing::take_rows<int32_t>(documents, B, c.seq_len, positions, 0));
-
-      std::vector<DeviceBlocks> blocks;
-      std::vector<DeviceColumns> columns;
-      std::vector<KeySource> sources;
-      for (int source_rank = 0; source_rank < c.cp_size; ++source_rank) {
-        const int64_t keys = static_cast<int64_t>(rows_of(c, layout, source_rank).size());
-        blocks.emplace_back(c.csr ? index::step_blocks_csr(index, layout, rank, source_rank)
-                                  : index::step_blocks(index, layout, rank, source_rank),
-                            (keys + 63) / 64);
-        KeySource source;
-        source.k = {k[source_rank].get(), keys * Hk * D, Hk * D, D};
-        source.v = {v[source_rank].get(), keys * Hk * D, Hk * D, D};
-        source.dk = {dk[source_rank].get(), keys * Hk * D, Hk * D, D};
-        source.dv = {dv[source_rank].get(), keys * Hk * D, Hk * D, D};
-        source.num_keys = keys;
-        source.block_starts = starts[source_rank].get<int32_t>();
-        source.blocks = blocks.back().view;
-        if (c.columns == Columns::kPerStep) {
-          const index::StepColumns step = index::step_columns(index, layout, source_rank);
-          columns.emplace_back(step.rows, step.positions, step.counts, step.capacity);
-          source.columns = columns.back().view;
+      std::vector<KeySource>& sources = made->sources;
+      for (size_t s = 0; s < sources.size(); ++s) {
+        if (s < dk.size()) {
+          sources[s].dk = {dk[s].get(), sources[s].num_keys * Hk * D, Hk * D, D};
+          sources[s].dv = {dv[s].get(), sources[s].num_keys * Hk * D, Hk * D, D};
+        } else {
+          sources[s].dk = {gathered_dk[s - dk.size()].get(), 0, D, 0};
+          sources[s].dv = {gathered_dv[s - dk.size()].get(), 0, D, 0};
         }
-        sources.push_back(source);
       }
-      for (size_t s = 0; s < gathered.size(); ++s) {
-        KeySource source;
-        source.k = {gathered_k[s].get(), 0, D, 0};
-        source.v = {gathered_v[s].get(), 0, D, 0};
-        source.dk = {gathered_dk[s].get(), 0, D, 0};
-        source.dv = {gathered_dv[s].get(), 0, D, 0};
-        source.num_keys = static_cast<int64_t>(gathered_owner[s].size());
-        source.columns = gathered[s].view;
-        sources.push_back(source);
-      }
-
-      DeviceMemory out(B * n * H * D * 4);
-      const DeviceMemory lse((B * H * n) * 4);
-      ForwardParams f;
-      f.batch = B;
-      f.num_q_heads = H;
-      f.num_kv_heads = Hk;
-      f.head_dim = D;
-      f.num_queries = n;
-      f.dtype = c.dtype;
-      f.softmax_scale = 1 / std::sqrt(static_cast<double>(D));
-      f.seq_len = c.seq_len;
-      f.q = {q.get(), n * H * D, H * D, D};
-      f.q_block_starts = starts[rank].get<int32_t>();
-      f.position_stride = layout.position_stride();
-      f.document_start = documents.empty() ? nullptr : document.get<int32_t>();
-      f.document_stride_batch = n;
-      f.diagonal_bits = bits.get<uint64_t>();
-      f.diagonal_words = bitmap.words;
-      f.sm_margin = rank;
-      f.sources = sources.data();
-      f.num_sources = static_cast<int>(sources.size());
-      f.out = {out.get(), n * H * D, H * D, D};
-      f.lse = lse.get();
+      ForwardParams f = made->params;
       const DeviceMemory forward_workspace(forward_workspace_bytes(f));
       f.workspace = forward_workspace.get();
       f.workspace_bytes = forward_workspace.bytes();
@@ -260,8 +152,8 @@ Gradients run_case(const Case& c) {
       check_device(cudaDeviceSynchronize(), "the forward");
 
       // What was saved for an empty row, and its dout, must not matter.
-      std::vector<float> saved = out.read<float>();
-      const std::vector<float> row_lse = lse.read<float>();
+      std::vector<float> saved = made->out.read<float>();
+      const std::vector<float> row_lse = made->lse.read<float>();
       std::vector<double> row_dout =
           testing::take_rows<double>(problem.dout, B, c.seq_len, positions, NAN);
       for (int64_t r = 0; r < B * n * H; ++r) {
@@ -270,13 +162,13 @@ Gradients run_case(const Case& c) {
         std::fill_n(saved.begin() + r * D, D, NAN);
         std::fill_n(row_dout.begin() + r * D, D, NAN);
       }
-      out = DeviceMemory(saved);
+      const DeviceMemory out(saved);
       const DeviceMemory dout(testing::pack(precision, row_dout));
       const DeviceMemory row_delta(B * H * n * 4), dq = ones(B * n, H * D);
       BackwardParams g;
       static_cast<AttentionParams&>(g) = f;
       g.dout = {dout.get(), n * H * D, H * D, D};
-      g.lse = lse.get();
+      g.lse = made->lse.get();
       g.delta = row_delta.get();
       g.dq = {dq.get(), n * H * D, H * D, D};
       g.deterministic = deterministic;
@@ -309,7 +201,7 @@ Gradients run_case(const Case& c) {
       }
     }
     for (int rank = 0; rank < c.cp_size; ++rank) {
-      const std::vector<int64_t> positions = rows_of(c, layout, rank);
+      const std::vector<int64_t> positions = rows_of(c, whole.layout, rank);
       const int64_t n = static_cast<int64_t>(positions.size());
       const std::vector<float> rank_dk = read_gradient(dk[rank], B * n * Hk * D, "dk"),
                                rank_dv = read_gradient(dv[rank], B * n * Hk * D, "dv");
@@ -325,18 +217,19 @@ Gradients run_case(const Case& c) {
         }
       }
     }
-    for (size_t s = 0; s < gathered.size(); ++s) {
-      const int64_t rows = static_cast<int64_t>(gathered_owner[s].size());
+    for (size_t s = 0; s < whole.gathered.size(); ++s) {
+      const int64_t rows = static_cast<int64_t>(whole.gathered[s].owner.size());
       const std::vector<float> slice_dk = read_gradient(gathered_dk[s], rows * D, "gathered dk"),
                                slice_dv = read_gradient(gathered_dv[s], rows * D, "gathered dv");
       for (int64_t i = 0; i < rows * D; ++i) {
-        const index::PackedRow& owner = gathered_owner[s][i / D];
+        const index::PackedRow& owner = whole.gathered[s].owner[i / D];
         if (owner.batch < 0) {
           EXPECT_TRUE(slice_dk[i] == 0 && slice_dv[i] == 0) << "gradient of a padding row";
           continue;
         }
         const int64_t at =
-            ((owner.batch * c.seq_len + gathered_position[s][i / D]) * Hk + owner.kv_head) * D +
+            ((owner.batch * c.seq_len + whole.gathered[s].position[i / D]) * Hk + owner.kv_head) *
+                D +
             i % D;
         got.dk[at] += slice_dk[i];
         got.dv[at] += slice_dv[i];

@@ -1,12 +1,14 @@
 // Attention problems for the tests of the Hopper kernels: sizes, a layout, lists per head, and their copies on the device.
 //
-// In:   a Case. Out: the problem as doubles, diagonals and columns, device lists. Next: forward_test.cc, backward_test.cc.
+// In:   a Case. Out: the problem as doubles, diagonals and columns; what each rank's launch reads, on the device.
+// Next: forward_test.cc, backward_test.cc.
 #pragma once
 
 #include <gtest/gtest.h>
 
 #include <algorithm>
 #include <cmath>
+#include <memory>
 #include <span>
 #include <string>
 #include <vector>
@@ -22,6 +24,7 @@
 #include "mtraining/testing/oracle.h"
 #include "mtraining/testing/random.h"
 #include "mtraining/testing/rounding.h"
+#include "mtraining/testing/shards.h"
 
 namespace mtraining::kernels::sm90 {
 
@@ -190,5 +193,161 @@ struct DeviceColumns {
 inline std::vector<double> widened(const std::vector<float>& values) {
   return {values.begin(), values.end()};
 }
+
+/// One rank's launch: its queries, every source that reaches it, empty out and lse with guard rows beyond their ends.
+struct RankCase {
+  std::vector<int64_t> positions;
+  DeviceMemory q, document, out, lse;
+  std::vector<DeviceBlocks> blocks;
+  std::vector<DeviceColumns> columns;
+  std::vector<KeySource> sources;  // one a rank, then the gathered columns
+  ForwardParams params;            // all sources, no workspace
+};
+inline constexpr int64_t kGuardRows = 64;  // beyond the end, must stay as they are
+
+/// The columns of a slice of heads, gathered from all ranks.
+struct GatheredColumns {
+  DeviceMemory k, v;
+  DeviceColumns lists;
+  std::vector<index::PackedRow> owner;  // of each buffer row; batch -1: none
+  std::vector<int64_t> position;
+};
+
+/// A case as a whole. Padding rows hold NaN, but for values: 0 * NaN is NaN there as in dense attention.
+struct WholeCase {
+  const Case& c;
+  Precision precision;
+  testing::Problem problem;
+  Choice choice;
+  std::vector<int32_t> documents;
+  testing::Mask mask;
+  index::Index index;
+  layout::Layout layout;
+  index::DiagonalBitmap bitmap;
+  DeviceMemory bits;
+  std::vector<DeviceMemory> k, v, starts;  // of each rank
+  std::vector<GatheredColumns> gathered;   // where columns come once
+
+  explicit WholeCase(const Case& the_case)
+      : c(the_case),
+        precision(precision_of(c.dtype)),
+        problem(make_problem(c)),
+        choice(choose(c)),
+        documents(testing::make_document_starts(c.documents, c.batch, c.seq_len)),
+        mask(testing::vertical_slash_mask(choice.diagonals, choice.columns, c.num_q_heads,
+                                          documents, c.seq_len)),
+        index(index::make_index(static_cast<int>(c.batch), static_cast<int>(c.num_q_heads),
+                                c.seq_len, choice.diagonals, choice.columns)),
+        layout({.kind = c.layout,
+                .seq_len = c.seq_len,
+                .cp_size = c.cp_size,
+                .stripe = c.stripe,
+                .nodes = c.nodes}),
+        bitmap(index::diagonal_bitmap(index)),
+        bits(bitmap.bits) {
+    for (int rank = 0; rank < c.cp_size; ++rank) {
+      k.push_back(shard(problem.k, rank, NAN));
+      v.push_back(shard(problem.v, rank, 0));
+      starts.emplace_back(layout.block_starts(rank));
+    }
+    if (c.columns == Columns::kOnce) gather();
+  }
+
+  DeviceMemory shard(const std::vector<double>& values, int rank, double padding) const {
+    return DeviceMemory(testing::pack(
+        precision,
+        testing::take_rows<double>(values, c.batch, c.seq_len, rows_of(c, layout, rank), padding)));
+  }
+
+  void gather() {
+    const int64_t Hk = c.num_kv_heads, D = c.head_dim;
+    const index::ColumnPlan plan = index::plan_columns(index, layout, static_cast<int>(Hk), 48);
+    for (const index::ColumnSlice& slice : plan.slices) {
+      const int64_t rows = c.cp_size * slice.rows_per_rank;
+      std::vector<double> rows_k(rows * D, 1e30), rows_v(rows_k);
+      std::vector<index::PackedRow> owner(rows, index::PackedRow{-1, 0, 0});
+      std::vector<int64_t> positions(rows, 0);
+      for (int rank = 0; rank < c.cp_size; ++rank) {
+        for (size_t i = 0; i < slice.rows[rank].size(); ++i) {
+          const index::PackedRow& row = slice.rows[rank][i];
+          const int64_t position = layout.position(rank, row.offset);
+          const int64_t from = ((row.batch * c.seq_len + position) * Hk + row.kv_head) * D;
+          const int64_t to = rank * slice.rows_per_rank + static_cast<int64_t>(i);
+          std::copy_n(problem.k.begin() + from, D, rows_k.begin() + to * D);
+          std::copy_n(problem.v.begin() + from, D, rows_v.begin() + to * D);
+          owner[to] = row;
+          positions[to] = position;
+        }
+      }
+      gathered.push_back(
+          {DeviceMemory(testing::pack(precision, rows_k)),
+           DeviceMemory(testing::pack(precision, rows_v)),
+           DeviceColumns(slice.gathered_rows, slice.positions, slice.counts, slice.capacity), owner,
+           positions});
+    }
+  }
+
+  std::unique_ptr<RankCase> rank(int rank) const {
+    const int64_t B = c.batch, H = c.num_q_heads, Hk = c.num_kv_heads, D = c.head_dim;
+    auto made = std::make_unique<RankCase>();
+    made->positions = rows_of(c, layout, rank);
+    const int64_t n = static_cast<int64_t>(made->positions.size());
+    made->q = shard(problem.q, rank, NAN);
+    if (!documents.empty()) {
+      made->document =
+          DeviceMemory(testing::take_rows<int32_t>(documents, B, c.seq_len, made->positions, 0));
+    }
+    for (int source_rank = 0; source_rank < c.cp_size; ++source_rank) {
+      const int64_t keys = static_cast<int64_t>(rows_of(c, layout, source_rank).size());
+      made->blocks.emplace_back(c.csr ? index::step_blocks_csr(index, layout, rank, source_rank)
+                                      : index::step_blocks(index, layout, rank, source_rank),
+                                (keys + 63) / 64);
+      KeySource source;
+      source.k = {k[source_rank].get(), keys * Hk * D, Hk * D, D};
+      source.v = {v[source_rank].get(), keys * Hk * D, Hk * D, D};
+      source.num_keys = keys;
+      source.block_starts = starts[source_rank].get<int32_t>();
+      source.blocks = made->blocks.back().view;
+      if (c.columns == Columns::kPerStep) {
+        const index::StepColumns step = index::step_columns(index, layout, source_rank);
+        made->columns.emplace_back(step.rows, step.positions, step.counts, step.capacity);
+        source.columns = made->columns.back().view;
+      }
+      made->sources.push_back(source);
+    }
+    for (const GatheredColumns& slice : gathered) {
+      KeySource source;
+      source.k = {slice.k.get(), 0, D, 0};
+      source.v = {slice.v.get(), 0, D, 0};
+      source.num_keys = static_cast<int64_t>(slice.owner.size());
+      source.columns = slice.lists.view;
+      made->sources.push_back(source);
+    }
+    made->out = DeviceMemory((B * n + kGuardRows) * H * D * 4);
+    made->lse = DeviceMemory((B * H * n + kGuardRows) * 4);
+    ForwardParams& p = made->params;
+    p.batch = B;
+    p.num_q_heads = H;
+    p.num_kv_heads = Hk;
+    p.head_dim = D;
+    p.num_queries = n;
+    p.dtype = c.dtype;
+    p.softmax_scale = 1 / std::sqrt(static_cast<double>(D));
+    p.seq_len = c.seq_len;
+    p.q = {made->q.get(), n * H * D, H * D, D};
+    p.q_block_starts = starts[rank].get<int32_t>();
+    p.position_stride = layout.position_stride();
+    p.document_start = documents.empty() ? nullptr : made->document.get<int32_t>();
+    p.document_stride_batch = n;
+    p.diagonal_bits = bits.get<uint64_t>();
+    p.diagonal_words = bitmap.words;
+    p.sm_margin = rank;
+    p.sources = made->sources.data();
+    p.num_sources = static_cast<int>(made->sources.size());
+    p.out = {made->out.get(), n * H * D, H * D, D};
+    p.lse = made->lse.get();
+    return made;
+  }
+};
 
 }  // namespace mtraining::kernels::sm90

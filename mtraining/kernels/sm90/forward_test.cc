@@ -5,7 +5,7 @@
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -13,133 +13,27 @@
 #include "mtraining/testing/comparator.h"
 #include "mtraining/testing/oracle.h"
 #include "mtraining/testing/plain.h"
-#include "mtraining/testing/shards.h"
 
 namespace mtraining::kernels::sm90 {
 namespace {
 
 void run_case(const Case& c) {
   SCOPED_TRACE(c.name);
-  const Precision precision = precision_of(c.dtype);
-  const int64_t B = c.batch, H = c.num_q_heads, Hk = c.num_kv_heads, D = c.head_dim;
-  const testing::Problem problem = make_problem(c);
-  const Choice choice = choose(c);
-  const std::vector<int32_t> documents = testing::make_document_starts(c.documents, B, c.seq_len);
-  const testing::Mask mask =
-      testing::vertical_slash_mask(choice.diagonals, choice.columns, H, documents, c.seq_len);
-  const testing::Solution truth = testing::solve(problem, mask);
-  const testing::Solution plain = testing::solve_plain(problem, mask, precision);
-
-  const index::Index index = index::make_index(static_cast<int>(B), static_cast<int>(H), c.seq_len,
-                                               choice.diagonals, choice.columns);
-  const layout::Layout layout({.kind = c.layout,
-                               .seq_len = c.seq_len,
-                               .cp_size = c.cp_size,
-                               .stripe = c.stripe,
-                               .nodes = c.nodes});
-  const index::DiagonalBitmap bitmap = index::diagonal_bitmap(index);
-  const DeviceMemory bits(bitmap.bits);
-
-  const auto shard = [&](const std::vector<double>& values, int rank) {
-    return DeviceMemory(testing::pack(
-        precision, testing::take_rows<double>(values, B, c.seq_len, rows_of(c, layout, rank))));
-  };
-  std::vector<DeviceMemory> k, v, starts;
-  for (int rank = 0; rank < c.cp_size; ++rank) {
-    k.push_back(shard(problem.k, rank));
-    v.push_back(shard(problem.v, rank));
-    starts.emplace_back(layout.block_starts(rank));
-  }
-
-  // Columns once: the union gathered from all ranks.
-  std::vector<DeviceMemory> gathered_k, gathered_v;
-  std::vector<DeviceColumns> gathered;
-  std::vector<int64_t> gathered_keys;
-  if (c.columns == Columns::kOnce) {
-    const index::ColumnPlan plan = index::plan_columns(index, layout, static_cast<int>(Hk), 48);
-    for (const index::ColumnSlice& slice : plan.slices) {
-      std::vector<double> rows_k(c.cp_size * slice.rows_per_rank * D, 1e30), rows_v(rows_k);
-      for (int rank = 0; rank < c.cp_size; ++rank) {
-        for (size_t i = 0; i < slice.rows[rank].size(); ++i) {
-          const index::PackedRow& row = slice.rows[rank][i];
-          const int64_t from =
-              ((row.batch * c.seq_len + layout.position(rank, row.offset)) * Hk + row.kv_head) * D;
-          const int64_t to = (rank * slice.rows_per_rank + static_cast<int64_t>(i)) * D;
-          std::copy_n(problem.k.begin() + from, D, rows_k.begin() + to);
-          std::copy_n(problem.v.begin() + from, D, rows_v.begin() + to);
-        }
-      }
-      gathered_k.emplace_back(testing::pack(precision, rows_k));
-      gathered_v.emplace_back(testing::pack(precision, rows_v));
-      gathered.emplace_back(slice.gathered_rows, slice.positions, slice.counts, slice.capacity);
-      gathered_keys.push_back(c.cp_size * slice.rows_per_rank);
-    }
-  }
+  const WholeCase whole(c);
+  const int64_t B = c.batch, H = c.num_q_heads, D = c.head_dim;
+  const testing::Solution truth = testing::solve(whole.problem, whole.mask);
+  const testing::Solution plain = testing::solve_plain(whole.problem, whole.mask, whole.precision);
 
   std::vector<float> got_out(B * c.seq_len * H * D, NAN), got_lse(B * H * c.seq_len, NAN);
   for (int rank = 0; rank < c.cp_size; ++rank) {
-    const std::vector<int64_t> positions = rows_of(c, layout, rank);
+    const std::unique_ptr<RankCase> made = whole.rank(rank);
+    const std::vector<int64_t>& positions = made->positions;
     const int64_t n = static_cast<int64_t>(positions.size());
-    const DeviceMemory q = shard(problem.q, rank);
-    DeviceMemory document;
-    if (!documents.empty())
-      document = DeviceMemory(testing::take_rows<int32_t>(documents, B, c.seq_len, positions, 0));
-
-    std::vector<DeviceBlocks> blocks;
-    std::vector<DeviceColumns> columns;
-    std::vector<KeySource> sources;
-    for (int source_rank = 0; source_rank < c.cp_size; ++source_rank) {
-      const int64_t keys = static_cast<int64_t>(rows_of(c, layout, source_rank).size());
-      blocks.emplace_back(c.csr ? index::step_blocks_csr(index, layout, rank, source_rank)
-                                : index::step_blocks(index, layout, rank, source_rank),
-                          (keys + 63) / 64);
-      KeySource source;
-      source.k = {k[source_rank].get(), keys * Hk * D, Hk * D, D};
-      source.v = {v[source_rank].get(), keys * Hk * D, Hk * D, D};
-      source.num_keys = keys;
-      source.block_starts = starts[source_rank].get<int32_t>();
-      source.blocks = blocks.back().view;
-      if (c.columns == Columns::kPerStep) {
-        const index::StepColumns step = index::step_columns(index, layout, source_rank);
-        columns.emplace_back(step.rows, step.positions, step.counts, step.capacity);
-        source.columns = columns.back().view;
-      }
-      sources.push_back(source);
-    }
-    for (size_t s = 0; s < gathered.size(); ++s) {
-      KeySource source;
-      source.k = {gathered_k[s].get(), 0, D, 0};
-      source.v = {gathered_v[s].get(), 0, D, 0};
-      source.num_keys = gathered_keys[s];
-      source.columns = gathered[s].view;
-      sources.push_back(source);
-    }
-
-    // 64 rows beyond the end must stay as they are.
-    const DeviceMemory out((B * n + 64) * H * D * 4), lse((B * H * n + 64) * 4);
-    ForwardParams params;
-    params.batch = B;
-    params.num_q_heads = H;
-    params.num_kv_heads = Hk;
-    params.head_dim = D;
-    params.num_queries = n;
-    params.dtype = c.dtype;
-    params.softmax_scale = 1 / std::sqrt(static_cast<double>(D));
-    params.seq_len = c.seq_len;
-    params.q = {q.get(), n * H * D, H * D, D};
-    params.q_block_starts = starts[rank].get<int32_t>();
-    params.position_stride = layout.position_stride();
-    params.document_start = documents.empty() ? nullptr : document.get<int32_t>();
-    params.document_stride_batch = n;
-    params.diagonal_bits = bits.get<uint64_t>();
-    params.diagonal_words = bitmap.words;
-    params.out = {out.get(), n * H * D, H * D, D};
-    params.lse = lse.get();
-    params.sm_margin = rank;
-    const size_t step = c.launches == Launches::kOne ? sources.size() : 1;
-    for (size_t first = 0; first < sources.size(); first += step) {
-      params.sources = sources.data() + first;
-      params.num_sources = static_cast<int>(std::min(step, sources.size() - first));
+    ForwardParams params = made->params;
+    const size_t step = c.launches == Launches::kOne ? made->sources.size() : 1;
+    for (size_t first = 0; first < made->sources.size(); first += step) {
+      params.sources = made->sources.data() + first;
+      params.num_sources = static_cast<int>(std::min(step, made->sources.size() - first));
       params.first = first == 0;
       const DeviceMemory workspace(forward_workspace_bytes(params));
       params.workspace = workspace.get();
@@ -147,7 +41,7 @@ void run_case(const Case& c) {
       forward(params);
       check_device(cudaDeviceSynchronize(), "the kernel");
     }
-    const std::vector<float> rank_out = out.read<float>(), rank_lse = lse.read<float>();
+    const std::vector<float> rank_out = made->out.read<float>(), rank_lse = made->lse.read<float>();
     for (int64_t i = B * n * H * D; i < static_cast<int64_t>(rank_out.size()); ++i)
       ASSERT_TRUE(std::isnan(rank_out[i]));
     for (int64_t i = B * H * n; i < static_cast<int64_t>(rank_lse.size()); ++i)
@@ -169,10 +63,10 @@ void run_case(const Case& c) {
     }
   }
   const testing::Verdict out =
-      testing::compare(c.name + " out", widened(got_out), truth.out, plain.out, D, precision);
+      testing::compare(c.name + " out", widened(got_out), truth.out, plain.out, D, whole.precision);
   EXPECT_TRUE(out) << out.text;
   const testing::Verdict lse =
-      testing::compare_lse(c.name + " lse", widened(got_lse), truth.lse, {}, precision);
+      testing::compare_lse(c.name + " lse", widened(got_lse), truth.lse, {}, whole.precision);
   EXPECT_TRUE(lse) << lse.text;
   std::printf("%-44s out %.2e of %.2e, lse %.2e of %.2e\n", c.name.c_str(), out.worst, out.allowed,
               lse.worst, lse.allowed);
