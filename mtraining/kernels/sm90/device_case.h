@@ -69,6 +69,8 @@ struct Case {
   int repeats =
       0;  // of the deterministic backward, one rank: the same bits with any number of SMs beside other work
   bool huge_scores = false;  // +500 and -500 between documents, which do not see each other
+  // One key of each block has nearly all the weight of what a row sees up to there, walking back: e^4 times the block's after it.
+  bool rising_peaks = false;
 };
 
 inline testing::Problem make_problem(const Case& c) {
@@ -104,6 +106,23 @@ inline testing::Problem make_problem(const Case& c) {
           k[parity] = 0;
           k[1 - parity] = t % 3 == 0 ? -size : size;
         }
+      }
+    }
+  }
+  if (c.rising_peaks) {
+    const int64_t blocks = (c.seq_len + 63) / 64;
+    for (size_t at = 0; at < values.q.size(); at += c.head_dim) {
+      // Unequal rows: their probabilities round in different ways.
+      const float unequal = 1 + 0.1f * std::tanh(values.q[at]);
+      std::fill_n(values.q.begin() + static_cast<int64_t>(at), c.head_dim, 0.0f);
+      values.q[at] = unequal * std::sqrt(static_cast<float>(c.head_dim));
+    }
+    for (int64_t t = 0; t < c.batch * c.seq_len; ++t) {
+      const int64_t block = t % c.seq_len / 64;
+      for (int64_t h = 0; h < c.num_kv_heads; ++h) {
+        const bool peak = t % c.seq_len % 64 == (7 * block + 3 * h) % 64;
+        values.k[(t * c.num_kv_heads + h) * c.head_dim] =
+            peak ? 4.0f * static_cast<float>(blocks - block) : -20.0f;
       }
     }
   }

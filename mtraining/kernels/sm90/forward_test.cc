@@ -17,6 +17,50 @@
 namespace mtraining::kernels::sm90 {
 namespace {
 
+/// The largest error of an element over what rounding of the probabilities explains. The largest of a row must not show any: with it, out
+/// would not fit lse, and the gradient's differences of dout * v and dout * out would not cancel where one key has all the weight.
+double worst_beyond_rounding(const WholeCase& whole, const std::vector<float>& out) {
+  const Case& c = whole.c;
+  const int64_t S = c.seq_len, H = c.num_q_heads, Hk = c.num_kv_heads, D = c.head_dim;
+  const double unit = c.dtype == DType::kBFloat16 ? 0x1p-9 : 0x1p-12;
+  double worst = 0;
+  std::vector<double> p(S);
+  for (int64_t row = 0; row < c.batch * S * H; ++row) {
+    const int64_t b = row / (S * H), i = row / H % S, h = row % H;
+    double top = -INFINITY, sum = 0, most = 0;
+    for (int64_t j = 0; j < S; ++j) {
+      p[j] = -INFINITY;
+      if (!whole.mask(b, h, i, j)) continue;
+      double score = 0;
+      for (int64_t d = 0; d < D; ++d)
+        score += whole.problem.q[row * D + d] *
+                 whole.problem.k[((b * S + j) * Hk + h / (H / Hk)) * D + d];
+      p[j] = score / std::sqrt(static_cast<double>(D));
+      top = std::max(top, p[j]);
+    }
+    if (top == -INFINITY) continue;
+    std::vector<double> right(D, 0);
+    double largest = 0;
+    for (int64_t j = 0; j < S; ++j) {
+      if (p[j] == -INFINITY) continue;
+      p[j] = std::exp(p[j] - top);
+      sum += p[j];
+      most = std::max(most, p[j]);
+      for (int64_t d = 0; d < D; ++d) {
+        const double v = whole.problem.v[((b * S + j) * Hk + h / (H / Hk)) * D + d];
+        right[d] += p[j] * v;
+        largest = std::max(largest, std::fabs(v));
+      }
+    }
+    const double others = 1 - most / sum;
+    for (int64_t d = 0; d < D; ++d) {
+      const double allowed = ((2.1 * unit + 2e-4) * others + 4e-6) * largest;
+      worst = std::max(worst, std::fabs(out[row * D + d] - right[d] / sum) / allowed);
+    }
+  }
+  return worst;
+}
+
 void run_case(const Case& c) {
   SCOPED_TRACE(c.name);
   const WholeCase whole(c);
@@ -68,6 +112,11 @@ void run_case(const Case& c) {
   const testing::Verdict lse =
       testing::compare_lse(c.name + " lse", widened(got_lse), truth.lse, {}, whole.precision);
   EXPECT_TRUE(lse) << lse.text;
+  if (c.rising_peaks || c.outlier_channel > 0) {
+    const double beyond = worst_beyond_rounding(whole, got_out);
+    EXPECT_LE(beyond, 1);
+    std::printf("%-44s %.2f of what rounding explains\n", c.name.c_str(), beyond);
+  }
   std::printf("%-44s out %.2e of %.2e, lse %.2e of %.2e\n", c.name.c_str(), out.worst, out.allowed,
               lse.worst, lse.allowed);
 }
@@ -206,6 +255,50 @@ TEST(Sm90Forward, OtherTypesAndHeadSizes) {
                 .dtype = dtype,
                 .columns = Columns::kOnce,
                 .documents = Documents::kMidBlock});
+    }
+  }
+}
+
+TEST(Sm90Forward, AKeyWithNearlyAllTheWeightGivesItsValue) {
+  MT_NEEDS_HOPPER();
+  for (const DType dtype : {DType::kBFloat16, DType::kFloat16}) {
+    for (const int64_t head_dim : {64, 128}) {
+      for (const bool csr : {false, true}) {
+        run_case({.name = concat("rising peaks, dtype ", static_cast<int>(dtype), " D ", head_dim),
+                  .seq_len = 1500,
+                  .num_q_heads = 2,
+                  .num_kv_heads = 1,
+                  .head_dim = head_dim,
+                  .dtype = dtype,
+                  .columns = csr ? Columns::kPerStep : Columns::kNone,
+                  .csr = csr,
+                  .dense = !csr,
+                  .rising_peaks = true});
+      }
+    }
+    run_case({.name = concat("outlier channels, dtype ", static_cast<int>(dtype)),
+              .seq_len = 500,
+              .dtype = dtype,
+              .columns = Columns::kPerStep,
+              .outlier_channel = 20});
+  }
+}
+
+/// Scores that rise by more than any exponent holds between two blocks of a row, and masked ones.
+TEST(Sm90Forward, ScoresMayRiseByAnything) {
+  MT_NEEDS_HOPPER();
+  for (const DType dtype : {DType::kBFloat16, DType::kFloat16}) {
+    for (const int64_t head_dim : {64, 128}) {
+      run_case({.name = concat("scores of +500 and -500, dtype ", static_cast<int>(dtype), " D ",
+                               head_dim),
+                .seq_len = 400,
+                .batch = 2,
+                .head_dim = head_dim,
+                .dtype = dtype,
+                .columns = Columns::kPerStep,
+                .documents = Documents::kMidBlock,
+                .ragged_memory = true,
+                .huge_scores = true});
     }
   }
 }
