@@ -286,10 +286,11 @@ void convert(const Options& options, const fs::path& from) {
   }
   const int ranks = options.ranks > 0 ? options.ranks : state ? state->world_size() : 1;
 
+  const checkpoint::CompanionFiles companions = checkpoint::read_companion_files(from);
   publish_as(options.to, progress.train_step, [&](const fs::path& folder) {
     write_weights(folder, *source, type);
     write_config(folder, config, type);
-    checkpoint::copy_companion_files(from, folder);
+    checkpoint::write_companion_files(companions, folder);
     if (!state_wanted) return;
     if (state) {
       write_state(folder / kState, state->tensors(), ranks, progress,

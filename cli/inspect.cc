@@ -201,7 +201,9 @@ Json list_of(const fs::path& root) {
   Json complete = Json::array();
   for (const checkpoint::PublishedCheckpoint& one : list.complete)
     complete.push_back({{"folder", one.folder.string()}, {"train_step", one.train_step}});
-  return {{"complete", complete}, {"ignored", list.ignored}};
+  Json ignored = Json::array();
+  for (const checkpoint::IgnoredFolder& one : list.ignored) ignored.push_back(one.reason);
+  return {{"complete", complete}, {"ignored", ignored}};
 }
 
 /// The last whole row of metrics.jsonl; `rows` counts them, `cut` says whether the file ends within one.

@@ -32,8 +32,10 @@ KeyKind kind_of(const std::string& key) {
       "train.micro_batch_size",
       "train.stop_grace_s",
       "train.preflight",
+      "train.device",
       "train.loss_chunk",
       "train.mlp_tile",
+      "train.offload_layers",
       "train.peak_flops_per_s",
       "train.recall_every",
       "train.recompute",
@@ -48,6 +50,7 @@ KeyKind kind_of(const std::string& key) {
       "attention.columns",
       "attention.gradient_transport",
       "attention.deterministic",
+      "attention.sm_margin",
       "attention.recall_rows",
   };
   if (kDeliberateOnes.contains(key)) return KeyKind::kDeliberate;
@@ -119,11 +122,9 @@ Start start_from(const fs::path& checkpoint, const train::RunConfig& config, int
 /// The folder holds no complete checkpoint. What is there of a run must not be lost by an oversight.
 Start start_anew(const train::RunConfig& config, const checkpoint::CheckpointList& list) {
   const fs::path out = config.out;
-  for (const std::string& reason : list.ignored) {
-    // One whose writing was interrupted was never a checkpoint.
-    const bool published = reason.find("/.incomplete-") == std::string::npos;
-    MT_CHECK_ARG(!published, "--out: ", config.out,
-                 " holds a run without a whole checkpoint: ", reason,
+  for (const checkpoint::IgnoredFolder& ignored : list.ignored) {
+    MT_CHECK_ARG(ignored.never_published, "--out: ", config.out,
+                 " holds a run without a whole checkpoint: ", ignored.reason,
                  "; remove the folder or give another one");
   }
   Start start;

@@ -9,6 +9,7 @@
 
 #include "mtraining/attention/tensors.h"
 #include "mtraining/base/check.h"
+#include "mtraining/base/error_kinds.h"
 #include "mtraining/kernels/window.h"
 #include "mtraining/pattern/device_choice.h"
 #include "mtraining/pattern/observation.h"
@@ -138,9 +139,10 @@ index::Index choose_on_device(RingContext::State& state, const at::Tensor& q, co
   }
 
   const at::Tensor host_counts = counts.cpu(), host_dense = dense.cpu(), host_caps = caps_hit.cpu();
-  MT_CHECK_ARG(status.item<int32_t>() == 0,
-               "q, k: expected finite values whose scores stay below 2^16, got others in k or in "
-               "the observed rows of q");
+  MT_CHECK_FINITE(
+      status.item<int32_t>() == 0,
+      "q, k: expected finite values whose scores stay below 2^16, got others in k or in "
+      "the observed rows of q");
   const auto longest = [&](int64_t which) {
     return host_counts.select(0, which).max().item<int32_t>();
   };

@@ -151,25 +151,4 @@ void replace_text_file(const fs::path& path, std::string_view text) {
   sync_folder(path.parent_path());
 }
 
-void copy_durably(const fs::path& from, const fs::path& to) {
-  const int source = ::open(from.c_str(), O_RDONLY | O_CLOEXEC);
-  MT_CHECK_ARG(source >= 0, from.string(), ": cannot be opened: ", std::strerror(errno));
-  struct Closer {
-    int file;
-    ~Closer() { ::close(file); }
-  } closer{source};
-  OutputFile file(to);
-  std::vector<std::byte> piece(size_t{1} << 20);
-  for (int64_t offset = 0;;) {
-    const ssize_t got = ::read(source, piece.data(), piece.size());
-    if (got < 0 && errno == EINTR) continue;
-    MT_CHECK_ARG(got >= 0, from.string(), ": reading failed at offset ", offset, ": ",
-                 std::strerror(errno));
-    if (got == 0) break;
-    file.write(offset, std::span(piece).first(static_cast<size_t>(got)));
-    offset += got;
-  }
-  file.finish();
-}
-
 }  // namespace mtraining::checkpoint

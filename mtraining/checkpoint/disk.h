@@ -57,7 +57,5 @@ void remove_tree(const std::filesystem::path& path);
 void write_text_file(const std::filesystem::path& path, std::string_view text);
 /// Replaces a small file atomically: a reader sees the old or the new text, never a part.
 void replace_text_file(const std::filesystem::path& path, std::string_view text);
-/// Copies and flushes a file. Errors: InvalidArgument where `from` cannot be read.
-void copy_durably(const std::filesystem::path& from, const std::filesystem::path& to);
 
 }  // namespace mtraining::checkpoint

@@ -64,7 +64,8 @@ int run(const std::vector<std::string>& arguments) {
     logits(arguments[1], arguments[2], arguments[3]);
   } else if (is("save", 3)) {
     save_model_folder(arguments[2], model::read_hf_config(arguments[1]), std::stoll(arguments[3]),
-                      load(arguments[1]).parameters().list(), at::kFloat, arguments[1]);
+                      load(arguments[1]).parameters().list(), at::kFloat,
+                      checkpoint::read_companion_files(arguments[1]));
   } else if (is("init", 3)) {
     const model::HfConfig read = model::read_hf_config(arguments[1]);
     const model::DecoderConfig config = model::decoder_config(read);

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <nlohmann/json.hpp>
+#include <set>
 #include <string_view>
 
 #include "mtraining/base/check.h"
@@ -195,13 +196,13 @@ CheckpointList list_checkpoints(const fs::path& root) {
     if (replaced && incomplete_reason(root / plain).empty()) continue;
     if (name.starts_with(kIncomplete)) {
       list.ignored.push_back(
-          concat((root / name).string(), ": is not complete: its writing was interrupted"));
+          {concat((root / name).string(), ": is not complete: its writing was interrupted"), true});
       continue;
     }
     if (!is_step_name(plain)) continue;
     const std::string reason =
         error_of([&] { list.complete.push_back(open_complete(root / name)); });
-    if (!reason.empty()) list.ignored.push_back(reason);
+    if (!reason.empty()) list.ignored.push_back({reason, false});
   }
   std::stable_sort(list.complete.begin(), list.complete.end(),
                    [](const PublishedCheckpoint& a, const PublishedCheckpoint& b) {
@@ -216,30 +217,39 @@ std::optional<PublishedCheckpoint> find_newest(const fs::path& root) {
   return list.complete.back();
 }
 
-std::vector<std::string> copy_companion_files(const fs::path& from, const fs::path& to) {
+CompanionFiles read_companion_files(const fs::path& folder) {
   constexpr std::string_view kFiles[] = {
       "added_tokens.json",      "chat_template.jinja", "chat_template.json",
       "generation_config.json", "merges.txt",          "special_tokens_map.json",
       "spiece.model",           "tokenizer.json",      "tokenizer.model",
       "tokenizer_config.json",  "vocab.json",          "vocab.txt"};
   constexpr std::string_view kTemplates = "additional_chat_templates";
-  std::vector<std::string> copied;
-  for (const std::string_view name : kFiles) {
-    if (!fs::is_regular_file(from / name)) continue;
-    copy_durably(from / name, to / name);
-    copied.emplace_back(name);
+  std::error_code ignored;
+  MT_CHECK_ARG(fs::is_directory(folder, ignored), folder.string(),
+               ": expected a folder with tokenizer and template files, got none");
+  CompanionFiles files;
+  const auto read = [&](const std::string& name) {
+    if (fs::is_regular_file(folder / name)) files[name] = read_text_file(folder / name);
+  };
+  for (const std::string_view name : kFiles) read(std::string(name));
+  if (fs::is_directory(folder / kTemplates)) {
+    for (const std::string& name : names_in(folder / kTemplates))
+      read(concat(kTemplates, '/', name));
   }
-  if (fs::is_directory(from / kTemplates)) {
-    make_folder(to / kTemplates, true);
-    for (const std::string& name : names_in(from / kTemplates)) {
-      if (!fs::is_regular_file(from / kTemplates / name)) continue;
-      copy_durably(from / kTemplates / name, to / kTemplates / name);
-      copied.push_back(concat(kTemplates, '/', name));
+  return files;
+}
+
+void write_companion_files(const CompanionFiles& files, const fs::path& folder) {
+  std::set<fs::path> folders;
+  for (const auto& [name, bytes] : files) {
+    const fs::path path = folder / name;
+    if (path.parent_path() != folder) {
+      make_folder(path.parent_path(), true);
+      folders.insert(path.parent_path());
     }
-    sync_folder(to / kTemplates);
+    write_text_file(path, bytes);
   }
-  std::sort(copied.begin(), copied.end());
-  return copied;
+  for (const fs::path& made : folders) sync_folder(made);
 }
 
 }  // namespace mtraining::checkpoint

@@ -13,6 +13,7 @@
 #include <cstdint>
 #include <filesystem>
 #include <functional>
+#include <map>
 #include <optional>
 #include <string>
 #include <vector>
@@ -45,18 +46,24 @@ struct PublishedCheckpoint {
   int64_t train_step = 0;
   int64_t publication = 0;  ///< counts up with each checkpoint published in this root
 };
+struct IgnoredFolder {
+  std::string reason;            ///< why it is no complete checkpoint: one sentence
+  bool never_published = false;  ///< its writing was interrupted: nothing refers to it
+};
 struct CheckpointList {
   std::vector<PublishedCheckpoint> complete;  ///< ascending by publication
-  std::vector<std::string> ignored;           ///< one sentence for each folder that is not complete
+  std::vector<IgnoredFolder> ignored;
 };
 /// What a folder of checkpoints holds; empty where it does not exist.
 CheckpointList list_checkpoints(const std::filesystem::path& root);
 /// For --resume=auto: the complete checkpoint that was published last; none where there is none.
 std::optional<PublishedCheckpoint> find_newest(const std::filesystem::path& root);
 
-/// Copies tokenizer, chat template and generation settings from a Hugging Face folder; those that it does not have are left
-/// out. Returns the names copied, ascending. Errors: InvalidArgument, ExternalError.
-std::vector<std::string> copy_companion_files(const std::filesystem::path& from,
-                                              const std::filesystem::path& to);
+/// Tokenizer, chat template and generation settings of a Hugging Face folder: bytes by name.
+using CompanionFiles = std::map<std::string, std::string>;
+/// Those that the folder has. Errors: InvalidArgument where there is no such folder, or one of them cannot be read.
+CompanionFiles read_companion_files(const std::filesystem::path& folder);
+/// Errors: ExternalError.
+void write_companion_files(const CompanionFiles& files, const std::filesystem::path& folder);
 
 }  // namespace mtraining::checkpoint

@@ -119,7 +119,7 @@ void expect_survived(const fs::path& root, const Scenario& scenario, const std::
 void expect_next_publication_works(const fs::path& root, const std::string& when) {
   publish_alone(root, 90, 2);
   const CheckpointList list = list_checkpoints(root);
-  EXPECT_TRUE(list.ignored.empty()) << when << ": " << list.ignored[0];
+  EXPECT_TRUE(list.ignored.empty()) << when << ": " << list.ignored[0].reason;
   EXPECT_EQ(list.complete.back().train_step, 90) << when;
   EXPECT_LE(list.complete.size(), 2u) << when;
   for (const PublishedCheckpoint& each : list.complete) EXPECT_TRUE(is_whole(each)) << when;
@@ -269,8 +269,10 @@ TEST(Publication, IncompleteFoldersAreIgnoredAndSaid) {
     EXPECT_EQ(find_newest(root.path())->train_step, 10) << says;
     const CheckpointList list = list_checkpoints(root.path());
     ASSERT_EQ(list.ignored.size(), 1u) << says;
-    EXPECT_NE(list.ignored[0].find(says), std::string::npos) << list.ignored[0];
-    EXPECT_NE(list.ignored[0].find("step-00000020"), std::string::npos) << list.ignored[0];
+    const IgnoredFolder& ignored = list.ignored[0];
+    EXPECT_NE(ignored.reason.find(says), std::string::npos) << ignored.reason;
+    EXPECT_NE(ignored.reason.find("step-00000020"), std::string::npos) << ignored.reason;
+    EXPECT_FALSE(ignored.never_published);
     // It is not counted among those to keep and does not stand in the way of the next of its step.
     publish_alone(root.path(), step, 2);
     EXPECT_EQ(find_newest(root.path())->train_step, step);
@@ -437,10 +439,18 @@ TEST(Publication, CompanionFilesAreCopied) {
     put_text(from / name, name);
   fs::create_directory(from / "additional_chat_templates");
   put_text(from / "additional_chat_templates/tools.jinja", "tools");
-  EXPECT_EQ(
-      copy_companion_files(from.path(), to.path()),
-      (std::vector<std::string>{"additional_chat_templates/tools.jinja", "chat_template.jinja",
-                                "generation_config.json", "merges.txt", "tokenizer.json"}));
+  const CompanionFiles files = read_companion_files(from.path());
+  EXPECT_EQ(files, (CompanionFiles{{"additional_chat_templates/tools.jinja", "tools"},
+                                   {"chat_template.jinja", "chat_template.jinja"},
+                                   {"generation_config.json", "generation_config.json"},
+                                   {"merges.txt", "merges.txt"},
+                                   {"tokenizer.json", "tokenizer.json"}}));
+  fs::remove_all(from.path());  // what was read stays
+  write_companion_files(files, to.path());
+  EXPECT_EQ(read_companion_files(to.path()), files);
+  EXPECT_NE(error_of([&] { read_companion_files(from.path()); }).find(from.path().string()),
+            std::string::npos)
+      << "a folder that is gone has no files to copy, and says so";
   EXPECT_EQ(get_text(to / "merges.txt"), "merges.txt");
   EXPECT_EQ(get_text(to / "additional_chat_templates/tools.jinja"), "tools");
   EXPECT_FALSE(fs::exists(to / "model.safetensors") || fs::exists(to / "README.md"));

@@ -5,9 +5,14 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#define XXH_INLINE_ALL
+#include <xxhash.h>
+
 #include <algorithm>
 #include <bit>
 #include <cerrno>
+#include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <nlohmann/json.hpp>
 #include <optional>
@@ -53,6 +58,12 @@ std::optional<int64_t> as_size(const json& value) {
 }
 
 }  // namespace
+
+std::string to_hex(uint64_t checksum) {
+  char text[17];
+  std::snprintf(text, sizeof(text), "%016llx", static_cast<unsigned long long>(checksum));
+  return text;
+}
 
 int64_t bytes_of(StoredType type) { return entry_of(type).bytes; }
 
@@ -218,6 +229,26 @@ void SafetensorsFile::read_header(std::string_view header, int64_t data_begin) {
                      return std::pair(a.begin, a.end) < std::pair(b.begin, b.end);
                    });
   for (size_t i = 0; i < tensors_.size(); ++i) by_name_[tensors_[i].spec.name] = i;
+  read_checksums();
+}
+
+void SafetensorsFile::read_checksums() {
+  const auto given = metadata_.find(std::string(kChecksumKey));
+  if (given == metadata_.end()) return;
+  const std::string what = concat(path_, ": ", kMetadata, ": ", in_quotes(kChecksumKey));
+  const json root = parse_json(given->second, what);
+  MT_CHECK_ARG(root.is_object(), what, ": expected an object of checksums, got ", root.type_name());
+  checksums_.resize(tensors_.size());
+  is_verified_ = std::make_unique<std::atomic<bool>[]>(tensors_.size());
+  for (const auto& [name, value] : root.items()) {
+    const std::string hex = value.is_string() ? value.get<std::string>() : "";
+    MT_CHECK_ARG(hex.size() == 16 && hex.find_first_not_of("0123456789abcdef") == std::string::npos,
+                 what, ": ", in_quotes(name), ": expected 16 hexadecimal digits, got ",
+                 value.dump());
+    const auto tensor = by_name_.find(name);
+    if (tensor == by_name_.end()) continue;  // taken out by a program that keeps metadata
+    checksums_[tensor->second] = std::strtoull(hex.c_str(), nullptr, 16);
+  }
 }
 
 const StoredTensor* SafetensorsFile::find(std::string_view name) const {
@@ -232,7 +263,17 @@ std::span<const std::byte> SafetensorsFile::data(std::string_view name) const {
 }
 
 std::span<const std::byte> SafetensorsFile::data(const StoredTensor& tensor) const {
-  return {mapping_->data + tensor.begin, static_cast<size_t>(tensor.end - tensor.begin)};
+  const std::span bytes(mapping_->data + tensor.begin,
+                        static_cast<size_t>(tensor.end - tensor.begin));
+  if (checksums_.empty()) return bytes;
+  const size_t i = by_name_.find(tensor.spec.name)->second;
+  if (checksums_[i] && !is_verified_[i]) {
+    MT_CHECK_ARG(XXH3_64bits(bytes.data(), bytes.size()) == *checksums_[i], path_, ": tensor ",
+                 in_quotes(tensor.spec.name),
+                 " is damaged: its checksum is not the one it was written with");
+    is_verified_[i] = true;
+  }
+  return bytes;
 }
 
 void SafetensorsFile::release(const StoredTensor& tensor) const {
@@ -246,11 +287,37 @@ void SafetensorsFile::release(const StoredTensor& tensor) const {
 
 // ---------------------------------------------------------------- writer
 struct SafetensorsWriter::State {
+  struct Hasher {
+    XXH3_state_t* state = XXH3_createState();
+    Hasher() { XXH3_64bits_reset(state); }
+    ~Hasher() { XXH3_freeState(state); }
+    Hasher(const Hasher&) = delete;
+    Hasher& operator=(const Hasher&) = delete;
+  };
   struct Slot {
     TensorSpec spec;
     int64_t begin = 0, end = 0, written = 0;  // bytes; begin and end from the start of the file
+    std::unique_ptr<Hasher> hasher = std::make_unique<Hasher>();
+    uint64_t checksum() const { return XXH3_64bits_digest(hasher->state); }
   };
-  std::string header;  // with its length before it
+  /// With its length before it. As long whatever the checksums are.
+  std::string header() {
+    if (with_checksums) {
+      json checksums = json::object();
+      for (const Slot& slot : slots) checksums[slot.spec.name] = to_hex(slot.checksum());
+      root[std::string(kMetadata)][std::string(kChecksumKey)] = checksums.dump();
+    }
+    std::string text = root.dump();
+    constexpr size_t kAlignment = 64;
+    text.resize(
+        (text.size() + kLengthBytes + kAlignment - 1) / kAlignment * kAlignment - kLengthBytes,
+        ' ');
+    const uint64_t length = text.size();
+    text.insert(0, reinterpret_cast<const char*>(&length), sizeof(length));
+    return text;
+  }
+  nlohmann::ordered_json root = nlohmann::ordered_json::object();
+  bool with_checksums = false;
   std::vector<Slot> slots;
   std::map<std::string, size_t, std::less<>> by_name;
   int64_t bytes = 0;
@@ -259,14 +326,19 @@ struct SafetensorsWriter::State {
 
 SafetensorsWriter::SafetensorsWriter(const std::filesystem::path& path,
                                      const std::vector<TensorSpec>& specs,
-                                     const std::map<std::string, std::string>& metadata)
+                                     const std::map<std::string, std::string>& metadata,
+                                     bool with_checksums)
     : state_(std::make_unique<State>()) {
+  state_->with_checksums = with_checksums;
   std::vector<TensorSpec> sorted = specs;
   std::stable_sort(sorted.begin(), sorted.end(), [](const TensorSpec& a, const TensorSpec& b) {
     return bytes_of(a.type) > bytes_of(b.type);
   });
-  nlohmann::ordered_json root = nlohmann::ordered_json::object();
-  if (!metadata.empty()) root[std::string(kMetadata)] = metadata;
+  nlohmann::ordered_json& root = state_->root;
+  if (!metadata.empty())
+    root[std::string(kMetadata)] = metadata;
+  else if (with_checksums)
+    root[std::string(kMetadata)] = json::object();
   int64_t offset = 0;
   for (TensorSpec& spec : sorted) {
     MT_CHECK_ARG(!spec.name.empty() && spec.name != kMetadata, path.string(),
@@ -277,25 +349,21 @@ SafetensorsWriter::SafetensorsWriter(const std::filesystem::path& path,
     root[spec.name] = {{"dtype", to_string(spec.type)},
                        {"shape", spec.shape},
                        {"data_offsets", {offset, offset + bytes}}};
-    state_->slots.push_back({std::move(spec), offset, offset + bytes, 0});
+    State::Slot& slot = state_->slots.emplace_back();
+    slot.spec = std::move(spec);
+    slot.begin = offset;
+    slot.end = offset + bytes;
     offset += bytes;
   }
-  std::string text;
+  int64_t data_begin = 0;
   try {
-    text = root.dump();
+    data_begin = static_cast<int64_t>(state_->header().size());
   } catch (const json::exception&) {
     throw InvalidArgument(concat(path.string(), ": a tensor's name or metadata is not UTF-8"));
   }
-  constexpr size_t kAlignment = 64;
-  text.resize(
-      (text.size() + kLengthBytes + kAlignment - 1) / kAlignment * kAlignment - kLengthBytes, ' ');
-  MT_CHECK_ARG(text.size() <= size_t{kMaxHeaderBytes}, path.string(),
-               ": expected a header of at most ", kMaxHeaderBytes, " bytes, got ", text.size());
-  const uint64_t length = text.size();
-  state_->header.resize(kLengthBytes);
-  std::memcpy(state_->header.data(), &length, sizeof(length));
-  state_->header += text;
-  const auto data_begin = static_cast<int64_t>(state_->header.size());
+  MT_CHECK_ARG(data_begin - kLengthBytes <= kMaxHeaderBytes, path.string(),
+               ": expected a header of at most ", kMaxHeaderBytes, " bytes, got ",
+               data_begin - kLengthBytes);
   for (State::Slot& slot : state_->slots) {
     slot.begin += data_begin;
     slot.end += data_begin;
@@ -320,6 +388,14 @@ void SafetensorsWriter::write(std::string_view name, std::span<const std::byte> 
                ": expected ", slot.end - slot.begin, " bytes, got ", bytes.size() - room, " more");
   state_->file->write(slot.begin + slot.written, bytes);
   slot.written += static_cast<int64_t>(bytes.size());
+  XXH3_64bits_update(slot.hasher->state, bytes.data(), bytes.size());
+}
+
+uint64_t SafetensorsWriter::checksum(std::string_view name) const {
+  const auto found = state_->by_name.find(name);
+  MT_CHECK_ARG(found != state_->by_name.end(), state_->file->path().string(), ": no tensor ",
+               in_quotes(name), " was announced");
+  return state_->slots[found->second].checksum();
 }
 
 void SafetensorsWriter::finish() {
@@ -327,7 +403,8 @@ void SafetensorsWriter::finish() {
     MT_CHECK_ARG(slot.written == slot.end - slot.begin, state_->file->path().string(), ": tensor ",
                  in_quotes(slot.spec.name), ": expected ", slot.end - slot.begin, " bytes, got ",
                  slot.written);
-  state_->file->write(0, std::as_bytes(std::span(state_->header)));
+  const std::string header = state_->header();
+  state_->file->write(0, std::as_bytes(std::span(header)));
   state_->file->finish();
 }
 

@@ -6,8 +6,12 @@
 // with an optional "__metadata__" of strings; then the data, little endian, row-major, without holes. Offsets count from the
 // end of the header. Everything is checked when the file is opened: a file that opens can be read to its end.
 // Source: the public safetensors format, whose Python package reads and writes the same files.
+//
+// Checksums: files of weights hold the xxh3 of each tensor's bytes in their metadata, as JSON text under kChecksumKey. A tensor that has
+// one is compared with it when its bytes are first handed out; files of other programs have none.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <filesystem>
@@ -21,7 +25,11 @@
 
 namespace mtraining::checkpoint {
 
+inline constexpr std::string_view kChecksumKey = "mtraining.xxh3";
+
 enum class StoredType { kF64, kF32, kBF16, kF16, kI64, kI32, kU8, kBool };
+/// 16 hexadecimal digits, as checksums are written.
+std::string to_hex(uint64_t checksum);
 int64_t bytes_of(StoredType type);
 /// As the format spells it: "BF16".
 std::string_view to_string(StoredType type);
@@ -63,8 +71,8 @@ class SafetensorsFile {
   const std::map<std::string, std::string>& metadata() const { return metadata_; }
   /// Null where there is none of this name.
   const StoredTensor* find(std::string_view name) const;
-  /// Owned by this file; not necessarily aligned to the element size. Errors: InvalidArgument naming the file where there is
-  /// no tensor of this name.
+  /// Owned by this file; not necessarily aligned to the element size. Errors: InvalidArgument naming file and tensor where there is
+  /// none of this name, or where its bytes are not those that its checksum was made of. Cost: where it has one, the first call reads it whole.
   std::span<const std::byte> data(std::string_view name) const;
   std::span<const std::byte> data(const StoredTensor& tensor) const;
   /// Takes the tensor's pages out of this process's memory; they come back from the file when touched again.
@@ -73,12 +81,15 @@ class SafetensorsFile {
  private:
   struct Mapping;
   void read_header(std::string_view header, int64_t data_begin);
+  void read_checksums();
 
   std::string path_;
   std::unique_ptr<Mapping> mapping_;
   std::vector<StoredTensor> tensors_;
   std::map<std::string, size_t, std::less<>> by_name_;
   std::map<std::string, std::string> metadata_;
+  std::vector<std::optional<uint64_t>> checksums_;    // by tensor; empty: none has one
+  std::unique_ptr<std::atomic<bool>[]> is_verified_;  // by tensor, beside them
 };
 
 /// Writes a file whose tensors are known beforehand and whose data come in pieces. The header goes in last: a file whose
@@ -86,9 +97,11 @@ class SafetensorsFile {
 class SafetensorsWriter {
  public:
   /// Data begin at a multiple of 64 bytes and tensors of wide elements come first, so that all are aligned.
+  /// with_checksums: those of all tensors stand in the metadata under kChecksumKey.
   /// Errors: InvalidArgument on a name twice, an empty or reserved name; ExternalError where the disk has not room for it.
   SafetensorsWriter(const std::filesystem::path& path, const std::vector<TensorSpec>& specs,
-                    const std::map<std::string, std::string>& metadata = {{"format", "pt"}});
+                    const std::map<std::string, std::string>& metadata = {{"format", "pt"}},
+                    bool with_checksums = false);
   ~SafetensorsWriter();
 
   /// The next bytes of a tensor; tensors may come in any order and take turns.
@@ -98,6 +111,8 @@ class SafetensorsWriter {
   void finish();
   /// Of the whole file.
   int64_t file_bytes() const;
+  /// xxh3 of the bytes of a tensor so far: the same number on every machine. Errors: InvalidArgument on an unknown name.
+  uint64_t checksum(std::string_view name) const;
 
  private:
   struct State;

@@ -52,28 +52,13 @@ Progress progress_of(const json& root) {
   return progress;
 }
 
-/// The same bytes give the same number on every machine.
-std::string to_hex(uint64_t value) {
-  char text[17];
-  std::snprintf(text, sizeof(text), "%016llx", static_cast<unsigned long long>(value));
-  return text;
-}
-
 }  // namespace
 
 // ---------------------------------------------------------------- writer
 struct TrainingStateWriter::State {
-  struct Hasher {
-    XXH3_state_t* state = XXH3_createState();
-    Hasher() { XXH3_64bits_reset(state); }
-    ~Hasher() { XXH3_freeState(state); }
-    Hasher(const Hasher&) = delete;
-    Hasher& operator=(const Hasher&) = delete;
-  };
   fs::path folder;
   std::string stem;
   std::vector<StatePiece> pieces;
-  std::vector<std::unique_ptr<Hasher>> hashers;
   Progress progress;
   std::unique_ptr<SafetensorsWriter> tensors;
 };
@@ -96,7 +81,6 @@ TrainingStateWriter::TrainingStateWriter(const fs::path& folder, int rank, int w
                  in_quotes(piece.tensor.name), ": expected a range inside its ", elements,
                  " elements, got [", piece.begin, ", ", piece.end, ")");
     specs.push_back({entry_of(piece), piece.tensor.type, {piece.end - piece.begin}});
-    state_->hashers.push_back(std::make_unique<State::Hasher>());
   }
   state_->tensors =
       std::make_unique<SafetensorsWriter>(folder / (state_->stem + ".safetensors"), specs);
@@ -108,7 +92,6 @@ void TrainingStateWriter::write(size_t piece, std::span<const std::byte> bytes) 
   MT_CHECK_ARG(piece < state_->pieces.size(), "piece: expected 0 to ", state_->pieces.size(),
                " (exclusive), got ", piece);
   state_->tensors->write(entry_of(state_->pieces[piece]), bytes);
-  XXH3_64bits_update(state_->hashers[piece]->state, bytes.data(), bytes.size());
 }
 
 void TrainingStateWriter::finish() {
@@ -121,7 +104,7 @@ void TrainingStateWriter::finish() {
                       {"shape", piece.tensor.shape},
                       {"begin", piece.begin},
                       {"end", piece.end},
-                      {"xxh3", to_hex(XXH3_64bits_digest(state_->hashers[i]->state))}});
+                      {"xxh3", to_hex(state_->tensors->checksum(entry_of(piece)))}});
   }
   const json root = {{"version", kVersion},
                      {"progress", to_json(state_->progress)},

@@ -192,8 +192,9 @@ WeightFolderWriter::WeightFolderWriter(const fs::path& folder, const std::vector
     char name[64];
     std::snprintf(name, sizeof(name), "model-%05zu-of-%05zu.safetensors", i + 1, shards.size());
     state_->files.push_back(shards.size() == 1 ? std::string(kWeightFile) : name);
-    state_->writers.push_back(
-        std::make_unique<SafetensorsWriter>(folder / state_->files.back(), shards[i]));
+    state_->writers.push_back(std::make_unique<SafetensorsWriter>(
+        folder / state_->files.back(), shards[i],
+        std::map<std::string, std::string>{{"format", "pt"}}, true));
   }
 }
 

@@ -63,7 +63,8 @@ class WeightFolder {
   std::map<std::string, Place, std::less<>> places_;
 };
 
-/// Writes weights as one file, or as several of at most max_shard_bytes of data each (a larger tensor has a file of its own).
+/// Writes weights as one file, or as several of at most max_shard_bytes of data each (a larger tensor has a file of its own); with
+/// checksums (safetensors.h).
 class WeightFolderWriter {
  public:
   /// The folder must exist. Tensors go to shards in the order given. Errors: those of SafetensorsWriter.

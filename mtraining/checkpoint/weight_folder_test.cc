@@ -3,6 +3,8 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <fstream>
+#include <iterator>
 #include <nlohmann/json.hpp>
 
 #include "mtraining/checkpoint/scratch_folder.h"
@@ -166,6 +168,66 @@ TEST(WeightFolder, WriterRefusesANameTwice) {
                 WeightFolderWriter(folder.path(), {spec, spec}, 4);
               }),
               {"\"w\" is given twice"});
+}
+
+std::string read_error(const fs::path& folder) {
+  return error_of([&] {
+    const WeightFolder weights(folder);
+    for (const std::string& name : weights.names()) weights.data(name);
+  });
+}
+
+TEST(WeightFolder, EveryFlippedBitOfTheDataIsSeenWhenItsTensorIsRead) {
+  for (const int64_t size : {int64_t{48}, int64_t{1000}}) {
+    const ScratchFolder folder;
+    write_folder(folder.path(), size);
+    ASSERT_EQ(read_error(folder.path()), "");
+    const std::vector<std::string> files = WeightFolder(folder.path()).files();
+    for (const std::string& name : files) {
+      const fs::path path = folder / name;
+      const auto bytes = static_cast<int64_t>(fs::file_size(path));
+      const int64_t data_begin = SafetensorsFile(path).tensors()[0].begin;
+      ASSERT_GT(bytes, data_begin);
+      for (int64_t at = data_begin; at < bytes; ++at) {
+        std::fstream file(path, std::ios::in | std::ios::out | std::ios::binary);
+        file.seekg(at);
+        const char before = static_cast<char>(file.get());
+        file.seekp(at);
+        file.put(static_cast<char>(before ^ (1 << (at % 8))));
+        file.flush();
+        EXPECT_EQ(open_error(folder.path()), "") << "opening reads headers alone";
+        expect_says(read_error(folder.path()), {path.string(), "tensor \"", "is damaged"});
+        file.seekp(at);
+        file.put(before);
+      }
+    }
+    ASSERT_EQ(read_error(folder.path()), "");
+  }
+}
+
+TEST(WeightFolder, ChecksumsAreOfTheTensorsThatAreThereAndMustBeChecksums) {
+  const ScratchFolder folder;
+  const fs::path path = folder.path() / kWeightFile;
+  const std::vector<TensorSpec> one = {{"embed", StoredType::kU8, {3}}};
+  const auto write = [&](const std::string& checksums) {
+    SafetensorsWriter writer(path, one, {{std::string(kChecksumKey), checksums}});
+    writer.write("embed", std::vector<std::byte>(3));
+    writer.finish();
+    return read_error(folder.path());
+  };
+  EXPECT_EQ(write("{}"), "");
+  EXPECT_EQ(write(R"({"taken out": "0123456789abcdef"})"), "");
+  expect_says(write(R"({"embed": "0123456789abcdef"})"), {"\"embed\"", "is damaged"});
+  for (const char* wrong :
+       {"", "[]", R"({"embed": 1})", R"({"embed": "12"})", R"({"embed": "0123456789abcdeF"})",
+        R"({"embed": "0123456789abcdef0"})"})
+    expect_says(write(wrong), {path.string(), std::string(kChecksumKey)});
+}
+
+TEST(WeightFolder, FilesOfOtherProgramsHaveNoChecksumsAndAreRead) {
+  const ScratchFolder folder;
+  write_file(folder.path() / kWeightFile, specs(), 1);
+  EXPECT_EQ(read_error(folder.path()), "");
 }
 
 }  // namespace

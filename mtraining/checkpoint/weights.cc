@@ -11,7 +11,6 @@
 #include "mtraining/base/check.h"
 #include "mtraining/base/json.h"
 #include "mtraining/checkpoint/disk.h"
-#include "mtraining/checkpoint/publication.h"
 
 namespace mtraining::checkpoint {
 namespace {
@@ -148,13 +147,13 @@ void save_weights(const std::filesystem::path& folder,
 
 void save_model_folder(const std::filesystem::path& folder, const model::HfConfig& config,
                        int64_t trained_length, const std::vector<model::Parameter>& parameters,
-                       at::ScalarType type, const std::filesystem::path& init_from) {
+                       at::ScalarType type, const CompanionFiles& companions) {
   model::HfConfig saved = config;
   saved.dtype = type == at::kFloat ? "float32" : type == at::kBFloat16 ? "bfloat16" : "float16";
   MT_CHECK_SUPPORTED(type == at::kFloat || type == at::kBFloat16 || type == at::kHalf,
                      "weights: expected float32, bfloat16 or float16, got ", at::toString(type));
   write_text_file(folder / "config.json", model::to_json(saved, trained_length));
-  if (!init_from.empty()) copy_companion_files(init_from, folder);
+  write_companion_files(companions, folder);
   save_weights(folder, parameters, type);
 }
 

@@ -15,6 +15,7 @@
 #include <string>
 #include <vector>
 
+#include "mtraining/checkpoint/publication.h"
 #include "mtraining/checkpoint/weight_folder.h"
 #include "mtraining/model/decoder.h"
 #include "mtraining/model/hf_config.h"
@@ -47,10 +48,10 @@ void save_weights(const std::filesystem::path& folder,
                   const std::vector<model::Parameter>& parameters, at::ScalarType type,
                   int64_t max_shard_bytes = 5'000'000'000);
 
-/// Writes a whole Hugging Face folder: config.json for the trained length and `type`, the weights, and the companion files of
-/// init_from ("": none). The folder must exist. Errors: those of save_weights, model::to_json and copy_companion_files.
+/// Writes a whole Hugging Face folder: config.json for the trained length and `type`, the weights, and the companion files. The
+/// folder must exist. Errors: those of save_weights, model::to_json and write_companion_files.
 void save_model_folder(const std::filesystem::path& folder, const model::HfConfig& config,
                        int64_t trained_length, const std::vector<model::Parameter>& parameters,
-                       at::ScalarType type, const std::filesystem::path& init_from);
+                       at::ScalarType type, const CompanionFiles& companions);
 
 }  // namespace mtraining::checkpoint

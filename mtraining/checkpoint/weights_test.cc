@@ -217,7 +217,8 @@ TEST(Weights, AModelFolderHoldsConfigurationWeightsAndTokenizer) {
   config.head_dim = 8;
   config.qkv_bias = config.tie_word_embeddings = true;
   const auto parameters = random_parameters(true, 1).list();
-  save_model_folder(folder.path(), config, 512, parameters, at::kBFloat16, source.path());
+  save_model_folder(folder.path(), config, 512, parameters, at::kBFloat16,
+                    read_companion_files(source.path()));
   const model::HfConfig read = model::read_hf_config(folder.path());
   EXPECT_EQ(read.max_position_embeddings, 512);
   EXPECT_EQ(read.dtype, "bfloat16");

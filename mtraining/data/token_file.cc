@@ -13,6 +13,7 @@
 #include <utility>
 
 #include "mtraining/base/check.h"
+#include "mtraining/base/error_kinds.h"
 
 namespace mtraining::data {
 namespace {
@@ -121,7 +122,7 @@ TokenType token_type_for(int64_t vocab_size) {
 
 MappedFile::MappedFile(const std::filesystem::path& path) : path_(path.string()) {
   const int fd = ::open(path_.c_str(), O_RDONLY | O_CLOEXEC);
-  MT_CHECK_ARG(fd >= 0, path_, ": cannot be opened: ", std::strerror(errno));
+  if (fd < 0) throw FileMissing(concat(path_, ": cannot be opened: ", std::strerror(errno)));
   struct stat info {};
   const bool regular = ::fstat(fd, &info) == 0 && S_ISREG(info.st_mode);
   bytes_ = info.st_size;

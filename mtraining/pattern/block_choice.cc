@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "mtraining/base/check.h"
+#include "mtraining/base/error_kinds.h"
 
 namespace mtraining::pattern {
 namespace {
@@ -68,9 +69,9 @@ std::vector<uint8_t> gather_whole(const char* name, const LocalAttention& local,
   for (int64_t r = 0; r < local.batch * heads * n; ++r) {
     read_row(local.dtype, &whole[r * row_bytes], local.head_dim, row.data());
     for (const double value : row)
-      MT_CHECK_ARG(std::isfinite(value), name,
-                   ": expected finite values, got NaN or inf at sample ", r / n / heads, ", head ",
-                   r / n % heads, ", position ", r % n);
+      MT_CHECK_FINITE(std::isfinite(value), name,
+                      ": expected finite values, got NaN or inf at sample ", r / n / heads,
+                      ", head ", r / n % heads, ", position ", r % n);
   }
   return whole;
 }

@@ -3,6 +3,7 @@
 #include <numeric>
 
 #include "mtraining/base/check.h"
+#include "mtraining/base/error_kinds.h"
 #include "mtraining/pattern/block_choice.h"
 #include "mtraining/pattern/observation.h"
 
@@ -107,7 +108,7 @@ index::Index build_moba(const LocalAttention& local, const MobaOptions& options,
     }
   }
   group.all_reduce({&fault, sizeof fault}, comm::ElementType::kInt64, comm::ReduceOp::kMax)->wait();
-  MT_CHECK_ARG(fault == 0, "q: expected finite values, got NaN or inf");
+  MT_CHECK_FINITE(fault == 0, "q: expected finite values, got NaN or inf");
   return index::make_block_index(static_cast<int>(local.batch), static_cast<int>(heads), n,
                                  gather_lists(lists, group));
 }

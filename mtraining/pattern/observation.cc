@@ -6,6 +6,7 @@
 #include <limits>
 
 #include "mtraining/base/check.h"
+#include "mtraining/base/error_kinds.h"
 #include "mtraining/base/rng.h"
 
 namespace mtraining::pattern {
@@ -246,7 +247,7 @@ void Observation::check_values() {
   for (int64_t b = 0; b < local_.batch; ++b)
     for (int64_t h = 0; h < local_.num_q_heads; ++h)
       for (int64_t r = 0; r < rows; ++r)
-        MT_CHECK_ARG(
+        MT_CHECK_FINITE(
             !beyond_limit(local_.dtype,
                           &rows_[((b * local_.num_q_heads + h) * rows + r) * row_bytes],
                           local_.head_dim),
@@ -267,9 +268,9 @@ void Observation::check_values() {
   group_.all_reduce({&fault, sizeof fault}, comm::ElementType::kInt64, comm::ReduceOp::kMax)
       ->wait();
   const int64_t place = std::numeric_limits<int64_t>::max() - fault;
-  MT_CHECK_ARG(fault == 0,
-               "k: expected finite values below 2^50, got NaN, inf or a larger one at sample ",
-               place / layout.seq_len(), ", position ", place % layout.seq_len());
+  MT_CHECK_FINITE(fault == 0,
+                  "k: expected finite values below 2^50, got NaN, inf or a larger one at sample ",
+                  place / layout.seq_len(), ", position ", place % layout.seq_len());
 }
 
 std::vector<int64_t> Observation::zeros(int64_t per_head) const {

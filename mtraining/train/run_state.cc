@@ -100,6 +100,8 @@ RunState::RunState(const RunConfig& config, Job& job,
       hf_(config.init_from ? model::read_hf_config(*config.init_from)
                            : model::hf_config(config.model, config.train.seq_len)) {
   hf_.rope = config.model.rope;
+  if (config.init_from && job.rank() == 0)
+    companions_ = checkpoint::read_companion_files(*config.init_from);
   MT_ASSERT(parameters.size() == share.segments().size(), "parameters and segments differ");
 }
 
@@ -214,7 +216,7 @@ fs::path RunState::save(const RunPosition& position, const std::function<void()>
     if (between) between();
     if (job_.rank() != 0) return;
     checkpoint::save_model_folder(folder, hf_, config_.train.seq_len, parameters_,
-                                  config_.model.dtype, config_.init_from.value_or(""));
+                                  config_.model.dtype, companions_);
   };
   const auto verify = [&](const fs::path& folder) {
     const checkpoint::TrainingState written(folder / kStateFolder);

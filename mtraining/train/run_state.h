@@ -13,6 +13,7 @@
 #include <cstdint>
 #include <filesystem>
 #include <functional>
+#include <map>
 #include <string>
 #include <vector>
 
@@ -57,7 +58,7 @@ std::string checkpoint_notes(const RunPosition& position, const std::string& con
 
 class RunState {
  public:
-  /// All must outlive it. Errors: those of model::read_hf_config.
+  /// All must outlive it. Errors: those of model::read_hf_config and checkpoint::read_companion_files.
   RunState(const RunConfig& config, Job& job, const std::vector<model::Parameter>& parameters,
            optim::ParameterShare& share, optim::AdamW& adamw);
 
@@ -94,7 +95,9 @@ class RunState {
   const std::vector<model::Parameter>& parameters_;
   optim::ParameterShare& share_;
   optim::AdamW& adamw_;
-  model::HfConfig hf_;  ///< read once: the folder of init_from may go away
+  // Read once: the folder of init_from may go away.
+  model::HfConfig hf_;
+  std::map<std::string, std::string> companions_;  // checkpoint::CompanionFiles, on rank 0
 };
 
 }  // namespace mtraining::train

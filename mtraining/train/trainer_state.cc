@@ -6,6 +6,7 @@
 #include <string_view>
 
 #include "mtraining/base/check.h"
+#include "mtraining/base/error_kinds.h"
 #include "mtraining/checkpoint/weight_folder.h"
 #include "mtraining/checkpoint/weights.h"
 
@@ -48,13 +49,17 @@ std::unique_ptr<optim::ParameterShare> make_share(const RunConfig& config,
   std::vector<optim::ParameterShare::Named> named;
   for (const auto& p : parameters) named.push_back({p.name, p.value});
   return optim::make_parameter_share(std::move(named), group, config.parallel.zero,
-                                     {config.optim.grad_dtype, config.parallel.offload_optimizer});
+                                     {.grad_dtype = config.optim.grad_dtype,
+                                      .offload = config.parallel.offload_optimizer,
+                                      .host_threads = config.parallel.optimizer_threads});
 }
 
 /// Weights to begin with. Those of files, of a checkpoint too, come later: they go to the masters first.
-model::DecoderParameters first_parameters(const RunConfig& config, bool resumed) {
-  return resumed || config.init_from ? model::empty_parameters(config.model)
-                                     : model::init_parameters(config.model, config.train.seed);
+model::DecoderParameters first_parameters(const RunConfig& config, at::Device device,
+                                          bool resumed) {
+  return resumed || config.init_from
+             ? model::empty_parameters(config.model, device)
+             : model::init_parameters(config.model, config.train.seed, device);
 }
 
 }  // namespace
@@ -76,7 +81,8 @@ std::vector<std::string> check_weights(const RunConfig& config) {
 
 Trainer::State::State(const RunConfig& c, const ResolvedRun& r, comm::Transport& transport,
                       const std::filesystem::path& resume)
-    : config(c),
+    : memory(r.device.type()),
+      config(c),
       resolved(r),
       train_data(batch_options(c, r, transport.rank() / r.cp_size)),
       valid_data(open_valid(c, r, transport.rank() / r.cp_size)),
@@ -84,11 +90,12 @@ Trainer::State::State(const RunConfig& c, const ResolvedRun& r, comm::Transport&
       dense_patterns(dense_layers(c)),
       job(transport, r.cp_size),
       context(ring_options(c, r), transport, job.cp_members()),
-      decoder(c.model, first_parameters(c, !resume.empty()), c.train.mlp_tile),
+      decoder(c.model, first_parameters(c, r.device, !resume.empty()), c.train.mlp_tile),
       parameters(decoder.parameters().list()),
       share(make_share(c, parameters, job.gradients())),
       adamw(c.optim.adamw, *share),
       layers(context, c.model.num_hidden_layers),
+      host_layers(r.device, c.train.offload_layers),
       fault(Fault::from_environment(transport.rank())),
       run_state(config, job, parameters, *share, adamw),
       stop_poll(transport) {
@@ -151,7 +158,8 @@ model::RunLayer Trainer::State::run_layer(const AttendRequest& request, int64_t 
   const Recompute mode = config.train.recompute;
   if (mode == Recompute::kNone || !at::GradMode::is_enabled())
     return decoder.layers_with(layers.attend(request), part_observer(step));
-  return recomputed_layers(decoder, mode, layers.attend_twice(request), part_observer(step));
+  return recomputed_layers(decoder, mode, layers.attend_twice(request), part_observer(step),
+                           &host_layers);
 }
 
 SummedLoss Trainer::State::forward(const data::Batch& batch, AttendRequest request, int64_t step) {
@@ -159,11 +167,11 @@ SummedLoss Trainer::State::forward(const data::Batch& batch, AttendRequest reque
   request.document_starts = batch.document_starts;
   at::Tensor hidden;
   try {
-    hidden = decoder.forward(batch.ids, batch.rope_positions(), run_layer(request, step),
-                             part_observer(step));
-  } catch (const InvalidArgument& error) {
-    // Configuration and tokens were checked before: values that are not finite are the training's fault.
-    if (std::string_view(error.what()).find("finite") == std::string_view::npos) throw;
+    hidden =
+        decoder.forward(batch.ids.to(resolved.device), batch.rope_positions().to(resolved.device),
+                        run_layer(request, step), part_observer(step));
+  } catch (const NotFinite& error) {
+    // Configuration and tokens were checked before: this is the training's fault.
     throw ExternalError(
         concat("train_step ", current_step + 1, ": training has diverged: ", error.what()));
   }
@@ -193,6 +201,7 @@ SummedLoss Trainer::State::micro_step(int64_t step, int64_t micro, const AttendR
   span("batch", "step", begin_us, step);
   const int64_t forward_us = trace::now_us();
   fault.strike("forward", step + 1);
+  host_layers.clear();
   SummedLoss loss = forward(batch, request, step);
   span("forward", "step", forward_us, step);
   const int64_t backward_us = trace::now_us();
