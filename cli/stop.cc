@@ -24,6 +24,8 @@ constinit std::atomic<int64_t> first_ms{0}, steps_done{0}, grace_ms{20000};
 constinit std::atomic<int64_t> steps_saved{-1};
 constinit std::atomic<bool> goes_on_by_itself{true};
 static_assert(std::atomic<int64_t>::is_always_lock_free);
+/// Read by handlers: what it points to never changes and is never freed.
+constinit std::atomic<const std::vector<std::string>*> leavings{nullptr};
 
 int64_t now_ms() {
   timespec now{};
@@ -69,6 +71,10 @@ size_t format(char* out, size_t room) {
     char text[1200];
     const ssize_t written = ::write(STDOUT_FILENO, text, format(text, sizeof(text)));
     static_cast<void>(written);  // nobody reads: nothing to do about it
+  }
+  if (const std::vector<std::string>* paths = leavings) {
+    for (const std::string& path : *paths)
+      if (::unlink(path.c_str()) != 0) ::rmdir(path.c_str());
   }
   if (launcher_pipe >= 0 && !running) {
     const ssize_t written = ::write(launcher_pipe, kLeftLine, sizeof(kLeftLine) - 1);
@@ -177,6 +183,10 @@ void end_steps() {
 bool error_is_due_to_stop() {
   if (!wanted) return false;
   return steps_done == 0 || now_ms() - first_ms.load() >= grace_ms.load() - 1000;
+}
+
+void remove_on_stop(const std::vector<std::string>& paths) {
+  leavings = paths.empty() ? nullptr : new std::vector<std::string>(paths);
 }
 
 std::string stopped_line() {

@@ -13,6 +13,7 @@
 #include <atomic>
 #include <cstdint>
 #include <string>
+#include <vector>
 
 namespace mtraining::cli {
 
@@ -36,6 +37,8 @@ void checkpoint_saved(int64_t train_step);
 void end_steps();
 /// Whether an error now is a consequence of the stop: no step was finished yet, or the grace is over for the other ranks too.
 bool error_is_due_to_stop();
+/// Files and empty folders that an end before the first step takes away, in this order; replaces those given before. Called by one thread.
+void remove_on_stop(const std::vector<std::string>& paths);
 /// The last line of a stopped run, with its newline.
 std::string stopped_line();
 

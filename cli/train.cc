@@ -24,6 +24,7 @@
 #include <vector>
 
 #include "cli/config_file.h"
+#include "cli/device.h"
 #include "cli/dry_run.h"
 #include "cli/launcher.h"
 #include "cli/meeting.h"
@@ -33,11 +34,13 @@
 #include "cli/run_folder.h"
 #include "cli/stop.h"
 #include "mtraining/base/check.h"
+#include "mtraining/base/error_kinds.h"
 #include "mtraining/base/parallel.h"
 #include "mtraining/comm/c10d.h"
 #include "mtraining/comm/loopback.h"
 #include "mtraining/topology/rendezvous.h"
 #include "mtraining/topology/topology.h"
+#include "mtraining/train/device.h"
 #include "mtraining/train/trainer.h"
 
 namespace mtraining::cli {
@@ -186,13 +189,14 @@ std::unique_ptr<Meeting> meet(const topology::LaunchEnvironment& launch,
 }
 
 comm::C10dOptions transport_options(const topology::LaunchEnvironment& launch,
-                                    const topology::Rendezvous& rendezvous) {
+                                    const topology::Rendezvous& rendezvous, bool on_gpus) {
   comm::C10dOptions options;
   options.rank = launch.rank;
   options.size = launch.world_size;
   // Where all ranks are on one host its name need not resolve, nor be reachable.
   options.master_addr = rendezvous.one_host ? "127.0.0.1" : rendezvous.address;
   options.master_port = rendezvous.ports.front();
+  if (on_gpus) options.backend = "nccl";
   return options;
 }
 
@@ -210,7 +214,8 @@ void connect(const train::RunConfig& config, const topology::LaunchEnvironment& 
   }
   const topology::Rendezvous rendezvous = topology::find_rendezvous(launch);
   if (rendezvous.address_is_given) check_resolves(rendezvous.address, "MASTER_ADDR");
-  comm::C10dOptions options = transport_options(launch, rendezvous);
+  comm::C10dOptions options =
+      transport_options(launch, rendezvous, config.train.device == train::DeviceKind::kCuda);
   if (!started_by_launch()) {
     if (!rendezvous.address_is_given)
       check_resolves(rendezvous.address, "the launcher's host of rank 0 (set MASTER_ADDR)");
@@ -241,13 +246,10 @@ void share_cores(int local_ranks) {
 void open_data(const train::RunConfig& config, const train::ResolvedRun& resolved) {
   try {
     train::check_data(config, resolved);
-  } catch (const InvalidArgument& error) {
-    const std::string message = error.what();
-    const bool missing = message.find("cannot be opened") != std::string::npos;
-    throw InvalidArgument(
-        message + (missing ? "; python -m mtraining.prepare makes token files, ./dev quickstart "
-                             "those of recipes/quickstart.toml"
-                           : ""));
+  } catch (const FileMissing& error) {
+    throw InvalidArgument(concat(error.what(),
+                                 "; python -m mtraining.prepare makes token files, ./dev "
+                                 "quickstart those of recipes/quickstart.toml"));
   }
 }
 
@@ -262,10 +264,9 @@ std::vector<std::string> open_weights(const train::RunConfig& config) {
 }
 
 void leave_finished(const std::string& out, const Start& start,
-                    const topology::LaunchEnvironment& launch, Connections& connections) {
-  std::vector<int> ranks(launch.world_size);
-  std::iota(ranks.begin(), ranks.end(), 0);
-  connections.transport->open_host("leave", ranks)->barrier();  // nobody is still connecting
+                    const topology::LaunchEnvironment& launch, comm::Communicator& all,
+                    Connections& connections) {
+  all.barrier();  // nobody is still reading the folder
   if (connections.meeting) connections.meeting->end();
   if (launch.rank != 0) return;
   std::cout << out << ": nothing is left to train: " << start.checkpoint << " has all "
@@ -280,12 +281,24 @@ int train_here(train::RunConfig config, const train::ResolvedRun& resolved,
   ::setenv("TORCH_CPP_LOG_LEVEL", "ERROR", 0);
   c10::initLogging();
   share_cores(launch.local_world_size.value_or(launch.world_size));
+  train::enter_device(resolved.device);  // communicators are of the current one
   connect(config, launch, connections);
   // Ranks have met, so that each learns why another leaves; the folder is touched only when all else is known to be right.
   open_data(config, resolved);
-  const Start start = choose_start(resume, config, resolved.steps);
+  std::vector<int> ranks(launch.world_size);
+  std::iota(ranks.begin(), ranks.end(), 0);
+  // What the folder holds is decided under its lock, or another launch could change it meanwhile.
+  std::optional<RunFolder> folder;
+  Start start;
+  if (launch.rank == 0) {
+    folder.emplace(config.out);
+    start = choose_start(resume, config, resolved.steps);
+  }
+  const comm::CommunicatorPtr all = connections.transport->open_host("start", ranks);
+  all->barrier();
+  if (launch.rank != 0) start = choose_start(resume, config, resolved.steps);
   if (start.kind == StartKind::kFinished) {
-    leave_finished(config.out, start, launch, connections);
+    leave_finished(config.out, start, launch, *all, connections);
     return 0;
   }
   std::vector<std::string> notices = start.notices;
@@ -295,8 +308,7 @@ int train_here(train::RunConfig config, const train::ResolvedRun& resolved,
   } else {
     notices.push_back(concat("goes on from ", start.checkpoint));
   }
-  std::optional<RunFolder> folder;
-  if (launch.rank == 0) folder.emplace(config.out);
+  if (!resolved.device.is_cpu()) notices.push_back(concat("trains on ", resolved.device));
   begins_after(start.steps_done, start.kind == StartKind::kResume, resume == "auto");
   config.text = to_toml(config);
   train::Trainer trainer(config, resolved, *connections.transport, start.checkpoint);
@@ -363,6 +375,7 @@ int run_train(int argc, char** argv) {
   loaded.config.out = arguments.out.empty() ? default_out(arguments.config) : arguments.out;
   train::ResolvedRun resolved;
   try {
+    choose_device(loaded, launch);
     resolved = train::resolve(loaded.config, launch);
   } catch (const InvalidArgument& error) {
     throw InvalidArgument(with_place(loaded, error.what()));

@@ -156,15 +156,26 @@ def _check_device(q: torch.Tensor) -> None:
 
 def _dense_on_gpu(q, k, v, softmax_scale) -> torch.Tensor:
     """Every causal pair of one document: torch's own kernels are as exact and quicker."""
+    for name, x in (("k", k), ("v", v)):
+        if x.device != q.device:
+            raise ValueError(f"{name}: expected device {q.device} as q, got {x.device}")
+        if x.dtype != q.dtype:
+            raise ValueError(f"{name}: expected dtype {q.dtype} as q, got {x.dtype}")
+    if q.dtype not in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+        raise NotImplementedError(
+            f"q: expected bf16, fp16, float32 or float64 for dense attention, got {q.dtype}"
+        )
     if (
         q.dim() != 4
         or k.dim() != 4
         or k.shape != v.shape
+        or 0 in q.shape
         or k.shape[2] == 0
         or q.shape[2] % k.shape[2]
+        or (*k.shape[:2], k.shape[3]) != (*q.shape[:2], q.shape[3])
     ):
         raise ValueError(
-            f"q, k, v: expected [B, S, H, D] and twice [B, S, Hk, D] with Hk a divisor of H, got "
+            f"q, k, v: expected [B, S, H, D], none of them 0, and twice [B, S, Hk, D] with Hk a divisor of H, got "
             f"{list(q.shape)}, {list(k.shape)}, {list(v.shape)}"
         )
     scale = as_scale(softmax_scale) or None
