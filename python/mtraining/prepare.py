@@ -271,6 +271,15 @@ def _positive(name: str):
     return parse
 
 
+class _Defaults(argparse.ArgumentDefaultsHelpFormatter):
+    """Says a default where there is one: not of a switch, nor of what may be left out."""
+
+    def _get_help_string(self, action):
+        if action.default is None or action.nargs == 0:
+            return action.help
+        return super()._get_help_string(action)
+
+
 class _Parser(argparse.ArgumentParser):
     """Its mistakes are one sentence as well."""
 
@@ -283,15 +292,13 @@ def main(arguments: list[str] | None = None) -> int:
         prog="python -m mtraining.prepare",
         description="Writes token files for mtraining train from the Python sources of an installed package, a byte a token, or from an "
         "MDS folder of token ids, its documents kept.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=_Defaults,
     )
-    show = {"default": argparse.SUPPRESS}
     parser.add_argument(
         "--out",
         type=Path,
         required=True,
         help="folder for train.bin, train.idx, valid.bin, valid.idx; made if missing",
-        **show,
     )
     parser.add_argument("--package", default="torch", help="whose sources to read; not imported")
     parser.add_argument(

@@ -113,3 +113,13 @@ def test_pictures_follow_the_definition():
             full[i, j] = (i // 64 - j // 64) in (0, 2) or j in (5, 70)
     expected = full.reshape(cells, n // cells, cells, n // cells).mean((1, 3))
     np.testing.assert_allclose(mask_map(index, cells), expected)
+
+
+@pytest.mark.parametrize("module", ["prepare", "generate", "benchmarks", "quickstart"])
+def test_help_names_no_default_that_is_none(module):
+    command = [sys.executable, "-m", f"mtraining.{module}", "--help"]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert "--" in shown
+    assert "None" not in shown and "default: False" not in shown and "==SUPPRESS==" not in shown
+    if module == "prepare":
+        assert "(default: torch)" in shown and "(default: 1)" in shown
