@@ -35,19 +35,22 @@ void check_sizes(int64_t batch, int64_t num_q_heads, int64_t num_kv_heads, int64
                "softmax_scale: expected a finite number > 0, got ", softmax_scale);
 }
 
-void check_pointer(const void* pointer, bool needed, const char* name) {
-  MT_CHECK_ARG(!needed || pointer != nullptr, name, ": expected a pointer, got null");
+/// The parts of names are put together only for a refusal: this runs in every launch.
+template <typename... Name>
+void check_pointer(const void* pointer, bool needed, const Name&... name) {
+  MT_CHECK_ARG(!needed || pointer != nullptr, name..., ": expected a pointer, got null");
 }
 
 /// Rows that are written must not overlap.
+template <typename... Name>
 void check_output(const View& view, int64_t batch, int64_t tokens, int64_t heads, bool shared,
-                  const char* name) {
-  check_pointer(view.data, batch * tokens * heads > 0, name);
-  MT_CHECK_ARG(tokens <= 1 || view.stride_token != 0, name, ": expected stride_token != 0 for ",
+                  const Name&... name) {
+  check_pointer(view.data, batch * tokens * heads > 0, name...);
+  MT_CHECK_ARG(tokens <= 1 || view.stride_token != 0, name..., ": expected stride_token != 0 for ",
                tokens, " tokens, got 0");
-  MT_CHECK_ARG(shared || heads <= 1 || view.stride_head != 0, name,
+  MT_CHECK_ARG(shared || heads <= 1 || view.stride_head != 0, name...,
                ": expected stride_head != 0 for ", heads, " heads, got 0");
-  MT_CHECK_ARG(shared || batch <= 1 || view.stride_batch != 0, name,
+  MT_CHECK_ARG(shared || batch <= 1 || view.stride_batch != 0, name...,
                ": expected stride_batch != 0 for batch ", batch, ", got 0");
 }
 
@@ -62,36 +65,35 @@ void check_attention(const AttentionParams& p, bool gradients) {
   check_pointer(p.sources, p.num_sources > 0, "sources");
   for (int s = 0; s < p.num_sources; ++s) {
     const KeySource& source = p.sources[s];
-    const std::string at = concat("sources[", s, "].");
-    const auto name = [&](const char* field) { return at + field; };
-    MT_CHECK_ARG(source.num_keys >= 0, name("num_keys"), ": expected >= 0, got ", source.num_keys);
-    MT_CHECK_ARG(source.num_keys <= std::numeric_limits<int32_t>::max(), name("num_keys"),
-                 ": expected < 2^31, got ", source.num_keys);
+    MT_CHECK_ARG(source.num_keys >= 0, "sources[", s, "].num_keys", ": expected >= 0, got ",
+                 source.num_keys);
+    MT_CHECK_ARG(source.num_keys <= std::numeric_limits<int32_t>::max(), "sources[", s,
+                 "].num_keys", ": expected < 2^31, got ", source.num_keys);
     const bool keys = source.num_keys > 0 && rows;
-    check_pointer(source.k.data, keys, name("k").c_str());
-    check_pointer(source.v.data, keys, name("v").c_str());
+    check_pointer(source.k.data, keys, "sources[", s, "].k");
+    check_pointer(source.v.data, keys, "sources[", s, "].v");
     const BlockLists& blocks = source.blocks;
     if (blocks.kind == BlockListKind::kEntries) {
-      MT_CHECK_ARG(blocks.capacity >= 0, name("blocks.capacity"), ": expected >= 0, got ",
-                   blocks.capacity);
-      MT_CHECK_ARG(blocks.blocks_per_stripe >= 1, name("blocks.blocks_per_stripe"),
+      MT_CHECK_ARG(blocks.capacity >= 0, "sources[", s, "].blocks.capacity",
+                   ": expected >= 0, got ", blocks.capacity);
+      MT_CHECK_ARG(blocks.blocks_per_stripe >= 1, "sources[", s, "].blocks.blocks_per_stripe",
                    ": expected >= 1, got ", blocks.blocks_per_stripe);
-      check_pointer(blocks.num_entries, keys, name("blocks.num_entries").c_str());
-      check_pointer(blocks.entries, keys && blocks.capacity > 0, name("blocks.entries").c_str());
+      check_pointer(blocks.num_entries, keys, "sources[", s, "].blocks.num_entries");
+      check_pointer(blocks.entries, keys && blocks.capacity > 0, "sources[", s, "].blocks.entries");
     } else if (blocks.kind == BlockListKind::kCsr) {
-      check_pointer(blocks.row_begin, keys, name("blocks.row_begin").c_str());
+      check_pointer(blocks.row_begin, keys, "sources[", s, "].blocks.row_begin");
     } else {
-      MT_CHECK_ARG(blocks.kind == BlockListKind::kNone, name("blocks.kind"),
+      MT_CHECK_ARG(blocks.kind == BlockListKind::kNone, "sources[", s, "].blocks.kind",
                    ": expected none, entries or csr, got code ", static_cast<int>(blocks.kind));
     }
     const bool has_blocks = blocks.kind != BlockListKind::kNone;
-    check_pointer(source.block_starts, keys && has_blocks, name("block_starts").c_str());
+    check_pointer(source.block_starts, keys && has_blocks, "sources[", s, "].block_starts");
     if (source.columns.counts != nullptr) {
-      MT_CHECK_ARG(source.columns.capacity >= 0, name("columns.capacity"), ": expected >= 0, got ",
-                   source.columns.capacity);
+      MT_CHECK_ARG(source.columns.capacity >= 0, "sources[", s, "].columns.capacity",
+                   ": expected >= 0, got ", source.columns.capacity);
       const bool listed = keys && source.columns.capacity > 0;
-      check_pointer(source.columns.key_rows, listed, name("columns.key_rows").c_str());
-      check_pointer(source.columns.positions, listed, name("columns.positions").c_str());
+      check_pointer(source.columns.key_rows, listed, "sources[", s, "].columns.key_rows");
+      check_pointer(source.columns.positions, listed, "sources[", s, "].columns.positions");
       MT_CHECK_ARG(p.diagonal_bits == nullptr || p.diagonal_words * 64 >= blocks_of(p.seq_len),
                    "diagonal_words: expected one bit for each of ", blocks_of(p.seq_len),
                    " blocks, got ", p.diagonal_words, " words");
@@ -99,17 +101,19 @@ void check_attention(const AttentionParams& p, bool gradients) {
     for (int other = 0; gradients && keys && other < s; ++other) {
       // Ranges of different sources are summed at the same time.
       MT_CHECK_ARG(p.sources[other].num_keys == 0 || p.sources[other].dk.data != source.dk.data,
-                   name("dk"), ": expected rows of its own, got those of sources[", other, "]");
+                   "sources[", s, "].dk", ": expected rows of its own, got those of sources[",
+                   other, "]");
       MT_CHECK_ARG(p.sources[other].num_keys == 0 || p.sources[other].dv.data != source.dv.data,
-                   name("dv"), ": expected rows of its own, got those of sources[", other, "]");
+                   "sources[", s, "].dv", ": expected rows of its own, got those of sources[",
+                   other, "]");
     }
     if (gradients && rows) {
       // Without blocks a key row belongs to one (sample, kv head): a gathered buffer has no batch
       // and head strides.
-      check_output(source.dk, p.batch, source.num_keys, p.num_kv_heads, !has_blocks,
-                   name("dk").c_str());
-      check_output(source.dv, p.batch, source.num_keys, p.num_kv_heads, !has_blocks,
-                   name("dv").c_str());
+      check_output(source.dk, p.batch, source.num_keys, p.num_kv_heads, !has_blocks, "sources[", s,
+                   "].dk");
+      check_output(source.dv, p.batch, source.num_keys, p.num_kv_heads, !has_blocks, "sources[", s,
+                   "].dv");
     }
   }
 }
