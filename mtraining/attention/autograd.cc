@@ -189,10 +189,10 @@ AttentionOutput sparse_ring_attention(RingContext& context, const at::Tensor& q,
     const at::Tensor q_rows = with_contiguous_rows(q.detach()),
                      k_rows = with_contiguous_rows(k.detach());
     if (estimate) {
-      const int64_t begin_us = now_us();
+      auto stretch = state.begin_stretch(q.device());
       output.index = std::make_shared<const index::Index>(
           choose_index(context, call, q_rows, k_rows, documents));
-      state.observe("index", 0, begin_us, 0);
+      state.end_stretch(std::move(stretch), "index", 0, 0);
     } else if (!output.index) {
       output.index = shared_dense_index(state, q.size(0), q.size(2));
     }

@@ -65,10 +65,10 @@ void ColumnExchange::post_gather(int slice) {
 }
 
 kernels::KeySource ColumnExchange::gathered(int slice) {
-  const int64_t begin_us = now_us();
+  auto stretch = state_.begin_stretch(k_.device());
   gathers_[slice]->wait();
   gathers_[slice].reset();
-  state_.observe("wait", slice, begin_us, 0);
+  state_.end_stretch(std::move(stretch), "wait", slice, 0);
   const int64_t head_dim = k_.size(3);
   kernels::KeySource source;
   source.k = {gathered_[slice].const_data_ptr(), 0, 2 * head_dim, 0};
@@ -112,10 +112,10 @@ void ColumnExchange::post_reduce(int slice, at::ScalarType grad_wire) {
 
 void ColumnExchange::add_reduced_to(at::Tensor& dk, at::Tensor& dv) {
   for (int slice = 0; slice < num_slices(); ++slice) {
-    const int64_t begin_us = now_us();
+    auto stretch = state_.begin_stretch(k_.device());
     if (reductions_[slice]) reductions_[slice]->wait();
     reductions_[slice].reset();
-    state_.observe("wait", slice, begin_us, 0);
+    state_.end_stretch(std::move(stretch), "wait", slice, 0);
     const Rows own = own_rows(slice);
     const int64_t count = own.batch.numel();
     if (count == 0) continue;

@@ -44,6 +44,9 @@ IndexPlan::IndexPlan(std::shared_ptr<const index::Index> index, const layout::La
   step_columns_.resize(ranks);
   for (int64_t r = 0; r < index_->columns.rows && !has_columns_; ++r)
     has_columns_ = index_->columns.counts[r] > 0;
+  const std::vector<uint8_t>& dense = index_->dense_heads;
+  is_dense_ = !index_->has_blocks() && std::ssize(dense) == index_->diagonals.rows &&
+              std::find(dense.begin(), dense.end(), 0) == dense.end();
 }
 
 uint64_t IndexPlan::digest() {

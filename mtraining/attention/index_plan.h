@@ -25,6 +25,8 @@ class IndexPlan {
 
   const index::Index& index() const { return *index_; }
   bool has_columns() const { return has_columns_; }
+  /// Every head computes every pair.
+  bool is_dense() const { return is_dense_; }
   /// A digest of the index: ranks with different ones must not meet.
   uint64_t digest();
 
@@ -53,7 +55,7 @@ class IndexPlan {
   std::shared_ptr<const index::Index> index_;
   const layout::Layout& layout_;
   int cp_rank_;
-  bool has_columns_ = false;
+  bool has_columns_ = false, is_dense_ = false;
   std::optional<uint64_t> digest_;
   std::vector<std::unique_ptr<index::StepBlocks>> blocks_;  // by source rank
   std::vector<std::unique_ptr<index::StepBlocks>> blocks_by_key_;

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "mtraining/attention/column_exchange.h"
+#include "mtraining/attention/dense_alone.h"
 #include "mtraining/attention/ring_call.h"
 #include "mtraining/attention/ring_context.h"
 #include "mtraining/attention/ring_pass.h"
@@ -26,8 +27,30 @@ bool columns_are_exchanged(RingContext::State& state, IndexPlan& plan, int num_k
          state.layout.cp_size() > 1 && !plan.union_too_large(num_kv_heads);
 }
 
-// SMs that a launch leaves to transfers, where there are any.
-constexpr int kTransferSms = 8;
+/// What chooses the kernels of a call on a GPU.
+kernels::Request request_of(const RingContext::State& state, const IndexPlan& plan,
+                            const RingCall& call, kernels::Direction direction) {
+  kernels::Request request;
+  request.direction = direction;
+  request.device = kernels::current_cuda_device();
+  request.dtype = kernel_dtype(call.q, "q");
+  request.head_dim = call.q.size(3);
+  request.columns = plan.has_columns();
+  request.position_stride = state.layout.position_stride();
+  request.rows_aligned =
+      rows_are_aligned(call.q) && rows_are_aligned(call.k) && rows_are_aligned(call.v);
+  // torch's backward adds up in no fixed order.
+  const bool any_order = direction == kernels::Direction::kForward || !state.options.deterministic;
+  request.dense_alone =
+      state.layout.cp_size() == 1 && plan.is_dense() && !call.document_start.defined() && any_order;
+  return request;
+}
+
+bool is_torchs(const RingContext::State& state, const IndexPlan& plan, const RingCall& call,
+               kernels::Direction direction) {
+  return !call.q.is_cpu() && kernels::choose(request_of(state, plan, call, direction)).backend ==
+                                 kernels::Backend::kTorch;
+}
 
 /// What rounds to `dtype`: (rounded, what that lost).
 std::pair<at::Tensor, at::Tensor> rounded(at::Tensor& out, at::ScalarType dtype) {
@@ -76,18 +99,9 @@ class Launcher {
       common_.diagonal_words = plan.bitmap().words;
     }
     if (device_.is_cpu()) return;
-    kernels::Request request;
-    request.direction = direction;
-    request.device = kernels::current_cuda_device();
-    request.dtype = common_.dtype;
-    request.head_dim = common_.head_dim;
-    request.columns = plan.has_columns();
-    request.position_stride = common_.position_stride;
-    request.rows_aligned =
-        rows_are_aligned(call.q) && rows_are_aligned(call.k) && rows_are_aligned(call.v);
-    backend_ = kernels::choose(request).backend;
+    backend_ = kernels::choose(request_of(state, plan, call, direction)).backend;
     common_.stream = current_stream(device_);
-    common_.sm_margin = state.layout.cp_size() > 1 ? kTransferSms : 0;
+    common_.sm_margin = state.layout.cp_size() > 1 ? state.options.sm_margin : 0;
   }
 
   kernels::Backend backend() const { return backend_; }
@@ -160,6 +174,13 @@ class Launcher {
 ForwardResult ring_forward(RingContext::State& state, IndexPlan& plan, const RingCall& call) {
   const at::ScalarType dtype = call.q.scalar_type(), held = state_type(dtype);
   const at::Device device = call.q.device();
+  if (is_torchs(state, plan, call, kernels::Direction::kForward)) {
+    auto stretch = state.begin_stretch(device);
+    const ForwardResult result =
+        dense_alone_forward(call.q, call.k, call.v, state.layout.seq_len(), call.softmax_scale);
+    state.end_stretch(std::move(stretch), "forward", 0, state.observer ? plan.block_pairs(0) : 0);
+    return result;
+  }
   const at::TensorOptions state_options = at::TensorOptions().dtype(held).device(device);
   // The result itself where no conversion follows.
   at::Tensor out = held == dtype ? at::empty(call.q.sizes(), state_options)
@@ -189,16 +210,17 @@ ForwardResult ring_forward(RingContext::State& state, IndexPlan& plan, const Rin
     columns->post_gather(0);  // travels under the ring
   }
   RingPass(state, state.forward, slots).run([&](const ring::Op& op) {
-    const int64_t begin_us = now_us();
+    auto stretch = state.begin_stretch(device);
     launch(launcher.sources_of(op));
-    state.observe("forward", op.ring_step, begin_us, launcher.pairs_of(op));
+    state.end_stretch(std::move(stretch), "forward", op.ring_step, launcher.pairs_of(op));
   });
   for (int slice = 0; columns && slice < columns->num_slices(); ++slice) {
     if (slice + 1 < columns->num_slices()) columns->post_gather(slice + 1);
     const kernels::KeySource source = columns->gathered(slice);
-    const int64_t begin_us = now_us();
+    auto stretch = state.begin_stretch(device);
     launch({source});
-    state.observe("columns", slice, begin_us, slice == 0 ? launcher.exchanged_column_pairs() : 0);
+    state.end_stretch(std::move(stretch), "columns", slice,
+                      slice == 0 ? launcher.exchanged_column_pairs() : 0);
   }
   if (held == dtype) return {out, lse, {}};
   const auto [near, rest] = rounded(out, dtype);
@@ -210,6 +232,13 @@ BackwardResult ring_backward(RingContext::State& state, IndexPlan& plan, const R
   const at::Tensor& lse = saved.lse;
   const at::ScalarType dtype = call.q.scalar_type(), held = state_type(dtype);
   const at::Device device = call.q.device();
+  if (is_torchs(state, plan, call, kernels::Direction::kBackward)) {
+    auto stretch = state.begin_stretch(device);
+    const BackwardResult result = dense_alone_backward(dout, call.q, call.k, call.v, saved,
+                                                       state.layout.seq_len(), call.softmax_scale);
+    state.end_stretch(std::move(stretch), "backward", 0, state.observer ? plan.block_pairs(0) : 0);
+    return result;
+  }
   const at::ScalarType wire =
       state.options.gradient_transport == GradientTransport::kBFloat16 ? at::kBFloat16 : held;
   at::Tensor dq = state.buffers.get("dq", call.q.sizes(), held, device).zero_();
@@ -230,8 +259,14 @@ BackwardResult ring_backward(RingContext::State& state, IndexPlan& plan, const R
   {
     kernels::BackwardParams params;
     fill(params, {});
-    at::Tensor held_out = with_contiguous_rows(saved.out.to(held));
-    if (saved.out_residual.defined()) held_out = held_out.add(saved.out_residual);
+    // Forward's buffer is free.
+    at::Tensor held_out =
+        held == dtype ? with_contiguous_rows(saved.out)
+                      : state.buffers.get("out", call.q.sizes(), held, device).copy_(saved.out);
+    if (saved.out_residual.defined()) {
+      held_out =
+          held == dtype ? held_out.add(saved.out_residual) : held_out.add_(saved.out_residual);
+    }
     kernels::delta(launcher.backend(), params, const_view(held_out), delta.data_ptr());
   }
   const auto launch = [&](const std::vector<kernels::KeySource>& sources) {
@@ -252,16 +287,17 @@ BackwardResult ring_backward(RingContext::State& state, IndexPlan& plan, const R
       if (slice + 1 < columns->num_slices()) columns->post_gather(slice + 1);
       kernels::KeySource source = columns->gathered(slice);
       columns->add_gradient_buffers(slice, source, held);
-      const int64_t begin_us = now_us();
+      auto stretch = state.begin_stretch(device);
       launch({source});
-      state.observe("columns", slice, begin_us, slice == 0 ? launcher.exchanged_column_pairs() : 0);
+      state.end_stretch(std::move(stretch), "columns", slice,
+                        slice == 0 ? launcher.exchanged_column_pairs() : 0);
       columns->post_reduce(slice, wire);  // travels under the ring
     }
   }
   RingPass(state, state.backward, slots).run([&](const ring::Op& op) {
-    const int64_t begin_us = now_us();
+    auto stretch = state.begin_stretch(device);
     launch(launcher.sources_of(op));
-    state.observe("backward", op.ring_step, begin_us, launcher.pairs_of(op));
+    state.end_stretch(std::move(stretch), "backward", op.ring_step, launcher.pairs_of(op));
   });
   at::Tensor& dk = slots.dk(state.backward.home_grad_slot);
   at::Tensor& dv = slots.dv(state.backward.home_grad_slot);

@@ -39,14 +39,18 @@ struct RingOptions {
   GradientTransport gradient_transport = GradientTransport::kFloat32;
   int64_t max_column_rows_per_rank = 16384;  ///< bound of a slice of gathered columns
   bool deterministic = true;
+  /// Multiprocessors of a GPU that launches leave to transfers, where there are several ranks: a transport whose kernels find no room
+  /// waits for a launch to end.
+  int sm_margin = 8;
 };
 
-/// One ring step as measured, for traces and imbalance.
+/// One ring step as measured, for traces and imbalance. On a GPU the times are the device's: of the stream that the call was on.
 struct StepTiming {
   const char* what = "";  ///< "forward" | "backward" | "columns" | "wait" | "index"
   int ring_step = 0;
   int64_t begin_us = 0, end_us = 0;  ///< steady clock
   int64_t pairs = 0;                 ///< (query, key) pairs computed, all heads
+  int64_t tag = 0;                   ///< the context's when the step was run
 };
 using StepObserver = std::function<void(const StepTiming&)>;
 
@@ -71,7 +75,12 @@ class RingContext {
   int cp_size() const;
   /// Over all cp ranks, for pattern/ (index) and for nothing else.
   comm::Communicator& index_group();
+  /// On a GPU a step is reported when the device has done it, at a later call of the context or of finish_observing().
   void set_observer(StepObserver observer);
+  /// Reports every step that was run; on a GPU it waits for them.
+  void finish_observing();
+  /// What the timings of later calls carry, so that a late report says what it is about (a layer).
+  void set_tag(int64_t tag);
   /// Payload bytes that this rank has sent on all of the context's communicators.
   int64_t bytes_sent() const;
   /// The same on one channel of the ring; 0 where this ring does not use it.

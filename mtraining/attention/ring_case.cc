@@ -62,7 +62,7 @@ std::vector<double> halved(const std::vector<double>& got, const std::vector<dou
 }
 
 std::vector<double> doubles(const at::Tensor& tensor) {
-  const at::Tensor values = tensor.to(at::kDouble).contiguous();
+  const at::Tensor values = tensor.cpu().to(at::kDouble).contiguous();
   const double* data = values.const_data_ptr<double>();
   return {data, data + values.numel()};
 }
@@ -222,8 +222,18 @@ void use_one_thread() {
   set_num_threads(1);
 }
 
+RankInputs on_device(const RankInputs& inputs, at::Device device) {
+  RankInputs moved = inputs;  // documents stay on the host
+  for (at::Tensor* tensor : {&moved.q, &moved.k, &moved.v, &moved.dout})
+    *tensor = tensor->to(device);
+  return moved;
+}
+
 RankResult run_rank(RingContext& context, const RingProblem& problem) {
-  const RankInputs in = rank_inputs(problem, context.layout(), context.cp_rank());
+  return run_rank(context, problem, rank_inputs(problem, context.layout(), context.cp_rank()));
+}
+
+RankResult run_rank(RingContext& context, const RingProblem& problem, const RankInputs& in) {
   RankResult result;
   result.forward = ring_forward(context, in.q, in.k, in.v, problem.index(), 0, in.document_starts);
   result.backward =

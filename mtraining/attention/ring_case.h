@@ -80,7 +80,10 @@ struct RankResult {
   ForwardResult forward;
   BackwardResult backward;
 };
+/// The same on a GPU, but for document_starts.
+RankInputs on_device(const RankInputs& inputs, at::Device device);
 RankResult run_rank(RingContext& context, const RingProblem& problem);
+RankResult run_rank(RingContext& context, const RingProblem& problem, const RankInputs& inputs);
 
 /// Called on each rank after its forward and backward.
 using Inspect = std::function<void(RingContext&, const RankInputs&, const RankResult&)>;

@@ -1,5 +1,7 @@
 #include "mtraining/attention/ring_context.h"
 
+#include <c10/core/impl/VirtualGuardImpl.h>
+
 #include <algorithm>
 #include <cstring>
 #include <iterator>
@@ -26,7 +28,8 @@ constexpr const char* kOptionNames[] = {"parallel.cp_size",
                                         "attention.columns",
                                         "attention.gradient_transport",
                                         "max_column_rows_per_rank",
-                                        "attention.deterministic"};
+                                        "attention.deterministic",
+                                        "attention.sm_margin"};
 using OptionValues = std::array<int64_t, std::size(kOptionNames)>;
 
 OptionValues values_of(const RingOptions& options) {
@@ -43,7 +46,8 @@ OptionValues values_of(const RingOptions& options) {
           static_cast<int64_t>(options.columns),
           static_cast<int64_t>(options.gradient_transport),
           options.max_column_rows_per_rank,
-          options.deterministic};
+          options.deterministic,
+          options.sm_margin};
 }
 
 /// Everything that can be seen to be wrong on one rank, before any communication.
@@ -69,6 +73,8 @@ RingOptions checked(RingOptions options, const comm::Transport& transport,
                options.prefetch_steps);
   MT_CHECK_ARG(options.max_column_rows_per_rank >= 1,
                "max_column_rows_per_rank: expected >= 1, got ", options.max_column_rows_per_rank);
+  MT_CHECK_ARG(options.sm_margin >= 0 && options.sm_margin <= 1024,
+               "attention.sm_margin: expected 0 .. 1024, got ", options.sm_margin);
   options.layout.nodes = options.ring == ring::RingKind::kHierarchical ? options.topology.nodes : 1;
   return options;
 }
@@ -210,14 +216,67 @@ int RingContext::State::group_rank(ring::Channel channel, int rank) const {
   MT_ASSERT(false, "channel ", static_cast<int>(channel));
 }
 
-void RingContext::State::observe(const char* what, int ring_step, int64_t begin_us,
-                                 int64_t pairs) const {
-  if (observer)
-    observer({.what = what,
-              .ring_step = ring_step,
-              .begin_us = begin_us,
-              .end_us = now_us(),
-              .pairs = pairs});
+namespace {
+
+c10::Event recorded(at::Device device) {
+  c10::Event event(device.type(), c10::EventFlag::BACKEND_DEFAULT);  // with a time
+  event.record(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
+  return event;
+}
+
+}  // namespace
+
+RingContext::State::Stretch RingContext::State::begin_stretch(at::Device device) const {
+  Stretch stretch;
+  if (!observer) return stretch;
+  if (device.is_cpu()) {
+    stretch.begin_us = now_us();
+  } else {
+    stretch.begin = recorded(device);
+  }
+  return stretch;
+}
+
+void RingContext::State::end_stretch(Stretch stretch, const char* what, int ring_step,
+                                     int64_t pairs) {
+  if (!observer) return;
+  StepTiming timing{.what = what,
+                    .ring_step = ring_step,
+                    .begin_us = stretch.begin_us,
+                    .end_us = 0,
+                    .pairs = pairs,
+                    .tag = tag};
+  if (!stretch.begin) {
+    timing.end_us = now_us();
+    observer(timing);
+    return;
+  }
+  c10::Event end = recorded(stretch.begin->device());
+  unreported.push_back({timing, std::move(*stretch.begin), std::move(end)});
+  report_stretches(/*wait=*/false);
+}
+
+void RingContext::State::report_stretches(bool wait) {
+  while (!unreported.empty()) {
+    DeviceStretch& next = unreported.front();
+    if (wait) next.end.synchronize();
+    if (!next.end.query()) return;
+    if (!clock) {
+      clock = recorded(next.end.device());
+      clock->synchronize();
+      clock_us = static_cast<double>(now_us());
+    }
+    // From event to event, not from the first one on: what tells their distance is a float.
+    const double begin_us = clock_us + clock->elapsedTime(next.begin) * 1e3;
+    const double end_us = begin_us + next.begin.elapsedTime(next.end) * 1e3;
+    next.timing.begin_us = static_cast<int64_t>(begin_us);
+    next.timing.end_us = static_cast<int64_t>(end_us);
+    clock = std::move(next.end);
+    clock_us = end_us;
+    const StepTiming timing = next.timing;
+    unreported.pop_front();
+    if (observer) observer(timing);
+  }
 }
 
 RingContext::RingContext(const RingOptions& options, comm::Transport& transport,
@@ -233,7 +292,12 @@ const RingOptions& RingContext::options() const { return state_->options; }
 int RingContext::cp_rank() const { return state_->cp_rank; }
 int RingContext::cp_size() const { return state_->layout.cp_size(); }
 comm::Communicator& RingContext::index_group() { return *state_->index_group; }
-void RingContext::set_observer(StepObserver observer) { state_->observer = std::move(observer); }
+void RingContext::set_observer(StepObserver observer) {
+  finish_observing();
+  state_->observer = std::move(observer);
+}
+void RingContext::finish_observing() { state_->report_stretches(/*wait=*/true); }
+void RingContext::set_tag(int64_t tag) { state_->tag = tag; }
 RingContext::State& RingContext::state() { return *state_; }
 
 int64_t RingContext::bytes_sent(ring::Channel channel) const {

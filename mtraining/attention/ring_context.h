@@ -3,10 +3,14 @@
 // In:   RingOptions, a Transport. Out: layout, schedules, open communicators, shared buffers. Next: ring_attention.cc, autograd.cc.
 #pragma once
 
+#include <c10/core/Event.h>
+
 #include <array>
 #include <chrono>
 #include <cstdint>
+#include <deque>
 #include <memory>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -27,7 +31,15 @@ struct RingContext::State {
   }
   /// Rank in the channel's group of a cp rank that belongs to it.
   int group_rank(ring::Channel channel, int cp_rank) const;
-  void observe(const char* what, int ring_step, int64_t begin_us, int64_t pairs) const;
+  /// A stretch of this thread's work, or of its stream's, that the observer is to hear of; nothing where there is none.
+  struct Stretch {
+    int64_t begin_us = 0;
+    std::optional<c10::Event> begin;  ///< on a GPU
+  };
+  Stretch begin_stretch(at::Device device) const;
+  void end_stretch(Stretch stretch, const char* what, int ring_step, int64_t pairs);
+  /// Tells the observer of the stretches that the device has done; of all of them, having waited.
+  void report_stretches(bool wait);
 
   RingOptions options;
   layout::Layout layout;
@@ -42,6 +54,14 @@ struct RingContext::State {
   std::vector<std::vector<int32_t>> block_starts;  ///< by cp rank
   std::vector<int64_t> positions;                  ///< of this rank's rows
   StepObserver observer;
+  int64_t tag = -1;
+  struct DeviceStretch {
+    StepTiming timing;
+    c10::Event begin, end;
+  };
+  std::deque<DeviceStretch> unreported;
+  std::optional<c10::Event> clock;  ///< an event that is over, and when it was
+  double clock_us = 0;
   Buffers buffers;
   ListUploads uploads;  ///< of block_starts
   std::vector<int32_t>

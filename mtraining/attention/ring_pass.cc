@@ -97,9 +97,9 @@ void RingPass::add_grad(const ring::Op& op) {
 void RingPass::finish(int id, int for_ring_step) {
   Transfer& transfer = pending_[id];
   if (transfer.works.empty()) return;
-  const int64_t begin_us = now_us();
+  auto stretch = state_.begin_stretch(slots_.k(0).device());
   for (comm::WorkPtr& work : transfer.works) work->wait();
-  state_.observe("wait", for_ring_step, begin_us, 0);
+  state_.end_stretch(std::move(stretch), "wait", for_ring_step, 0);
   if (slots_.grads_are_converted()) {
     for (int slot : transfer.grad_slots_to_unpack) {
       slots_.dk(slot).copy_(slots_.wire_dk(slot));

@@ -12,11 +12,15 @@
 
 #include "mtraining/base/check.h"
 #include "mtraining/comm/call.h"
+#include "mtraining/comm/loopback_memory.h"
 #include "mtraining/comm/reduce.h"
 
 namespace mtraining::comm {
 namespace {
 
+using Mark = LoopbackMemory::Mark;
+
+/// kDone: moved, or on a GPU enqueued, to be over with the mark `moved`.
 enum class Progress { kPosted, kMoving, kDone, kCancelled };
 
 /// One direction of an exchange as one rank called it. Guarded by World::mutex but for the bytes while kMoving.
@@ -27,6 +31,8 @@ struct Half {
       0;  // that this rank called before: exchanges and collectives must interleave alike on both sides
   std::vector<ConstBuffer> send;
   std::vector<Buffer> recv;
+  Mark ready = {};  // of the rank's thread when it called
+  Mark moved = {};
   Progress progress = Progress::kPosted;
 };
 using HalfPtr = std::shared_ptr<Half>;
@@ -38,13 +44,17 @@ struct Collective {
   int arrived = 0;
   std::vector<std::vector<ConstBuffer>> send;  // by group rank
   std::vector<std::vector<Buffer>> recv;
+  std::vector<Mark> ready;  // by group rank
+  std::vector<Mark> moved;
   Progress progress = Progress::kPosted;
 };
 using CollectivePtr = std::shared_ptr<Collective>;
 
 struct Group {
+  int64_t number = 0;
   std::string name;
   std::vector<int> members;
+  LoopbackMemory* memory = nullptr;
   struct Mailbox {
     std::deque<HalfPtr> sends, recvs;
   };
@@ -52,27 +62,57 @@ struct Group {
   std::map<int64_t, CollectivePtr> collectives;      // by sequence
 };
 
-void copy_bytes(void* to, const void* from, int64_t bytes) {
-  if (bytes > 0 && to != from) std::memmove(to, from, static_cast<size_t>(bytes));
-}
+class HostMemory : public LoopbackMemory {
+ public:
+  Mark mark() override { return {}; }
+  void await(const Mark& /*mark*/) override {}
+  Mark copy(const Line& /*line*/, std::span<const Mark> /*after*/, int /*from*/,
+            std::span<const Copy> copies) override {
+    for (const Copy& part : copies) {
+      if (part.bytes > 0 && part.to != part.from)
+        std::memmove(part.to, part.from, static_cast<size_t>(part.bytes));
+    }
+    return {};
+  }
+  Mark reduce(const Line& /*line*/, std::span<const Mark> /*after*/,
+              std::span<const int> /*senders*/, ElementType type, ReduceOp op, int64_t count,
+              std::span<const void* const> sources, std::span<void* const> destinations) override {
+    comm::reduce(type, op, count, sources, destinations);
+    return {};
+  }
+};
 
-void run_collective(const Collective& collective) {
+void run_collective(const Group& group, Collective& collective) {
   const int size = static_cast<int>(collective.recv.size());
   const Call& call = collective.call;
   const int64_t count = call.bytes / size_of(call.type);
   std::vector<const void*> sources(static_cast<size_t>(size));
+  LoopbackMemory& memory = *group.memory;
+  const auto line = [&](int to) { return LoopbackMemory::Line{group.number, group.members[to]}; };
+  const auto copy = [&](int to, int from, const void* data, void* destination) {
+    const LoopbackMemory::Copy part = {data, destination, call.bytes};
+    const Mark after[] = {collective.ready[from], collective.ready[to]};
+    return memory.copy(line(to), after, group.members[from], {&part, 1});
+  };
   switch (call.kind) {
     case CallKind::kAllGather:
       for (int to = 0; to < size; ++to) {
-        for (int from = 0; from < size; ++from)
-          copy_bytes(collective.recv[to][from].data, collective.send[from][0].data, call.bytes);
+        Mark last;  // a line keeps its order
+        // The next one first, so that not all ranks ask the same one.
+        for (int step = 0; step < size; ++step) {
+          const int from = (to + step) % size;
+          last = copy(to, from, collective.send[from][0].data, collective.recv[to][from].data);
+        }
+        collective.moved.push_back(last);
       }
       return;
     case CallKind::kReduceScatter:
       for (int to = 0; to < size; ++to) {
         for (int from = 0; from < size; ++from) sources[from] = collective.send[from][to].data;
         void* const destination = collective.recv[to][0].data;
-        reduce(call.type, ReduceOp::kSum, count, sources, {&destination, 1});
+        collective.moved.push_back(memory.reduce(line(to), collective.ready, group.members,
+                                                 call.type, ReduceOp::kSum, count, sources,
+                                                 {&destination, 1}));
       }
       return;
     case CallKind::kAllReduce: {
@@ -81,12 +121,15 @@ void run_collective(const Collective& collective) {
         sources[r] = collective.send[r][0].data;
         destinations.push_back(collective.recv[r][0].data);
       }
-      reduce(call.type, call.op, count, sources, destinations);
+      collective.moved.push_back(memory.reduce(line(0), collective.ready, {}, call.type, call.op,
+                                               count, sources, destinations));
       return;
     }
     case CallKind::kBroadcast:
-      for (int to = 0; to < size; ++to)
-        copy_bytes(collective.recv[to][0].data, collective.recv[call.root][0].data, call.bytes);
+      for (int to = 0; to < size; ++to) {
+        collective.moved.push_back(
+            copy(to, call.root, collective.recv[call.root][0].data, collective.recv[to][0].data));
+      }
       return;
     case CallKind::kBarrier:
       return;
@@ -96,9 +139,10 @@ void run_collective(const Collective& collective) {
 /// What the ranks of one run share.
 class World {
  public:
-  World(int size, std::chrono::milliseconds timeout)
+  World(int size, std::chrono::milliseconds timeout, LoopbackMemory* device)
       : size_(size),
         timeout_(timeout),
+        device_(device),
         wake_(static_cast<size_t>(size)),
         waits_(static_cast<size_t>(size)),
         finished_(static_cast<size_t>(size), false),
@@ -106,18 +150,22 @@ class World {
 
   std::chrono::milliseconds timeout() const { return timeout_; }
   int size() const { return size_; }
+  bool on_device() const { return device_ != nullptr; }
 
-  std::shared_ptr<Group> open(int rank, const std::string& name, const std::vector<int>& members) {
+  std::shared_ptr<Group> open(int rank, const std::string& name, const std::vector<int>& members,
+                              bool in_host_memory) {
     check_members(name, members, size_);
     std::unique_lock lock(mutex_);
     throw_if_failed(concat("open ", describe_members(name, members)));
     const size_t number = opened_[rank]++;
+    LoopbackMemory* const memory = in_host_memory || device_ == nullptr ? &host_ : device_;
     if (number == groups_.size()) {
-      groups_.push_back(std::make_shared<Group>(Group{name, members, {}, {}}));
+      groups_.push_back(std::make_shared<Group>(
+          Group{static_cast<int64_t>(number), name, members, memory, {}, {}}));
       openers_.push_back(rank);
     }
     const Group& group = *groups_[number];
-    MT_CHECK_ARG(group.name == name && group.members == members,
+    MT_CHECK_ARG(group.name == name && group.members == members && group.memory == memory,
                  "ranks open different communicators as number ", number, ": rank ",
                  openers_[number], " opens ", describe_members(group.name, group.members),
                  ", rank ", rank, " opens ", describe_members(name, members));
@@ -141,8 +189,12 @@ class World {
     check_match(group, sender, receiver);
     half->progress = peer->progress = Progress::kMoving;
     lock.unlock();
+    std::vector<LoopbackMemory::Copy> copies;
     for (size_t p = 0; p < sender.send.size(); ++p)
-      copy_bytes(receiver.recv[p].data, sender.send[p].data, sender.send[p].bytes);
+      copies.push_back({sender.send[p].data, receiver.recv[p].data, sender.send[p].bytes});
+    const Mark after[] = {sender.ready, receiver.ready};
+    half->moved = peer->moved =
+        group.memory->copy({group.number, receiver.job_rank}, after, sender.job_rank, copies);
     lock.lock();
     half->progress = peer->progress = Progress::kDone;
     wake_[peer->job_rank].notify_all();
@@ -151,6 +203,7 @@ class World {
   CollectivePtr join(Group& group, int group_rank, const Call& call, std::vector<ConstBuffer> send,
                      std::vector<Buffer> recv) {
     const int rank = group.members[group_rank];
+    const Mark ready = group.memory->mark();
     std::unique_lock lock(mutex_);
     throw_if_failed(concat("communicator '", group.name, "', ", describe(call)));
     CollectivePtr& place = group.collectives[call.sequence];
@@ -160,6 +213,7 @@ class World {
       place->first_rank = rank;
       place->send.resize(group.members.size());
       place->recv.resize(group.members.size());
+      place->ready.resize(group.members.size());
     }
     const CollectivePtr collective = place;
     MT_CHECK_ARG(collective->call == call, "communicator '", group.name,
@@ -167,6 +221,7 @@ class World {
                  describe(collective->call), ", rank ", rank, " calls ", describe(call));
     collective->send[group_rank] = std::move(send);
     collective->recv[group_rank] = std::move(recv);
+    collective->ready[group_rank] = ready;
     if (++collective->arrived < static_cast<int>(group.members.size()) ||
         collective->progress == Progress::kCancelled) {
       return collective;
@@ -174,7 +229,7 @@ class World {
     group.collectives.erase(call.sequence);
     collective->progress = Progress::kMoving;
     lock.unlock();
-    run_collective(*collective);
+    run_collective(group, *collective);
     lock.lock();
     collective->progress = Progress::kDone;
     for (int member : group.members) wake_[member].notify_all();
@@ -310,6 +365,8 @@ class World {
 
   const int size_;
   const std::chrono::milliseconds timeout_;
+  HostMemory host_;
+  LoopbackMemory* const device_;  // null: none
   std::mutex mutex_;
   std::vector<std::condition_variable> wake_;  // by rank
   std::vector<Wait> waits_;                    // by rank
@@ -323,6 +380,14 @@ class World {
   std::string cause_;
   std::exception_ptr first_error_;
 };
+
+/// For a call that nobody waited for: its buffers may be used again by what the thread enqueues next.
+void await_moved_unless_failing(const std::vector<Mark>& moved, LoopbackMemory& memory) noexcept {
+  try {
+    for (const Mark& mark : moved) memory.await(mark);
+  } catch (...) {  // a device that fails says so to whoever uses it next
+  }
+}
 
 class ExchangeWork : public Work {
  public:
@@ -343,6 +408,7 @@ class ExchangeWork : public Work {
     world_->remove(*group_, {from_, rank_}, recv_);
     world_->cancel(job_rank, send_->progress);
     world_->cancel(job_rank, recv_->progress);
+    await_moved_unless_failing({send_->moved, recv_->moved}, *group_->memory);
   }
 
   void wait() override {
@@ -350,6 +416,8 @@ class ExchangeWork : public Work {
     world_->await(group_->members[rank_], {&send_->progress, &recv_->progress},
                   concat("communicator '", group_->name, "', ", send_->text));
     finished_ = true;
+    group_->memory->await(send_->moved);
+    group_->memory->await(recv_->moved);
   }
 
  private:
@@ -370,7 +438,9 @@ class CollectiveWork : public Work {
         collective_(std::move(collective)) {}
 
   ~CollectiveWork() override {
-    if (!finished_) world_->cancel(group_->members[rank_], collective_->progress);
+    if (finished_) return;
+    world_->cancel(group_->members[rank_], collective_->progress);
+    await_moved_unless_failing(collective_->moved, *group_->memory);
   }
 
   void wait() override {
@@ -378,6 +448,7 @@ class CollectiveWork : public Work {
     world_->await(group_->members[rank_], {&collective_->progress},
                   concat("communicator '", group_->name, "', ", describe(collective_->call)));
     finished_ = true;
+    for (const Mark& mark : collective_->moved) group_->memory->await(mark);
   }
 
  private:
@@ -407,10 +478,11 @@ class LoopbackCommunicator : public Communicator {
     const int job_rank = group_->members[rank_];
     const std::string text =
         describe_exchange(exchanges_++, to, part_bytes(send), from, part_bytes(recv));
-    auto send_half = std::make_shared<Half>(
-        Half{job_rank, text, collectives_, std::move(send), {}, Progress::kPosted});
-    auto recv_half = std::make_shared<Half>(
-        Half{job_rank, text, collectives_, {}, std::move(recv), Progress::kPosted});
+    const Mark ready = group_->memory->mark();
+    auto send_half =
+        std::make_shared<Half>(Half{job_rank, text, collectives_, std::move(send), {}, ready});
+    auto recv_half =
+        std::make_shared<Half>(Half{job_rank, text, collectives_, {}, std::move(recv), ready});
     // Made before posting: if posting the second half throws, it takes the first one back.
     auto work =
         std::make_unique<ExchangeWork>(world_, group_, rank_, to, from, send_half, recv_half);
@@ -465,12 +537,13 @@ class LoopbackTransport : public Transport {
   int size() const override { return world_->size(); }
   std::chrono::milliseconds timeout() const override { return world_->timeout(); }
 
+  bool on_device() const override { return world_->on_device(); }
+
   CommunicatorPtr open(const std::string& name, const std::vector<int>& members) override {
-    std::shared_ptr<Group> group = world_->open(rank_, name, members);
-    const auto me = std::find(members.begin(), members.end(), rank_);
-    if (me == members.end()) return nullptr;
-    return std::make_shared<LoopbackCommunicator>(world_, std::move(group),
-                                                  static_cast<int>(me - members.begin()));
+    return open(name, members, /*in_host_memory=*/false);
+  }
+  CommunicatorPtr open_host(const std::string& name, const std::vector<int>& members) override {
+    return open(name, members, /*in_host_memory=*/true);
   }
 
   void abort(const std::string& cause) noexcept override {
@@ -481,16 +554,26 @@ class LoopbackTransport : public Transport {
   }
 
  private:
+  CommunicatorPtr open(const std::string& name, const std::vector<int>& members,
+                       bool in_host_memory) {
+    std::shared_ptr<Group> group = world_->open(rank_, name, members, in_host_memory);
+    const auto me = std::find(members.begin(), members.end(), rank_);
+    if (me == members.end()) return nullptr;
+    return std::make_shared<LoopbackCommunicator>(world_, std::move(group),
+                                                  static_cast<int>(me - members.begin()));
+  }
+
   std::shared_ptr<World> world_;
   int rank_;
 };
 
 }  // namespace
 
-void run_loopback(int ranks, const std::function<void(Transport&)>& body,
-                  std::chrono::milliseconds timeout) {
+void run_loopback_over(LoopbackMemory* device, int ranks,
+                       const std::function<void(Transport&)>& body,
+                       std::chrono::milliseconds timeout) {
   MT_CHECK_ARG(ranks >= 1, "run_loopback: expected at least one rank, got ", ranks);
-  auto world = std::make_shared<World>(ranks, timeout);
+  auto world = std::make_shared<World>(ranks, timeout, device);
   std::vector<std::thread> threads;
   for (int rank = 0; rank < ranks; ++rank) {
     threads.emplace_back([&, rank] {
@@ -507,9 +590,14 @@ void run_loopback(int ranks, const std::function<void(Transport&)>& body,
   if (std::exception_ptr error = world->first_error()) std::rethrow_exception(error);
 }
 
+void run_loopback(int ranks, const std::function<void(Transport&)>& body,
+                  std::chrono::milliseconds timeout) {
+  run_loopback_over(nullptr, ranks, body, timeout);
+}
+
 std::unique_ptr<Transport> make_single() {
-  return std::make_unique<LoopbackTransport>(std::make_shared<World>(1, std::chrono::seconds(60)),
-                                             0);
+  return std::make_unique<LoopbackTransport>(
+      std::make_shared<World>(1, std::chrono::seconds(60), nullptr), 0);
 }
 
 }  // namespace mtraining::comm

@@ -32,6 +32,7 @@ AttentionLayers::AttentionLayers(attention::RingContext& context, int64_t num_la
 AttentionLayers::~AttentionLayers() { context_.set_observer({}); }
 
 void AttentionLayers::begin(trace::SpanRecorder* recorder, int64_t train_step) {
+  context_.finish_observing();  // what is still to be reported belongs to what was before
   recorder_ = recorder;
   train_step_ = train_step;
   seen_ = {};
@@ -61,7 +62,7 @@ TwiceAttend AttentionLayers::attend_twice(const AttendRequest& request) {
                              int64_t layer, const at::Tensor& q, const at::Tensor& k,
                              const at::Tensor& v, const KeptAttention& kept) {
     if (boundary_) boundary_();
-    layer_ = layer;
+    context_.set_tag(layer);
     attention::AttentionCall call;
     call.document_starts = documents;
     call.index = kept.index;
@@ -75,7 +76,7 @@ attention::AttentionOutput AttentionLayers::first(const AttendRequest& request, 
                                                   const at::Tensor& q, const at::Tensor& k,
                                                   const at::Tensor& v) {
   if (boundary_) boundary_();
-  layer_ = layer;
+  context_.set_tag(layer);
   attention::AttentionCall call;
   MT_ASSERT(static_cast<int64_t>(request.patterns.size()) == num_layers_, "a pattern for each of ",
             num_layers_, " layers, got ", request.patterns.size());
@@ -98,16 +99,24 @@ attention::AttentionOutput AttentionLayers::first(const AttendRequest& request, 
   std::span<const int32_t> documents;
   if (starts.defined())
     documents = {starts.const_data_ptr<int32_t>(), static_cast<size_t>(starts.numel())};
-  seen_.density[layer] += index::density(index, documents);
   seen_.heads_dense += std::count(index.dense_heads.begin(), index.dense_heads.end(), 1);
   seen_.caps_hit += index.caps_hit;
   seen_.columns_per_step += output.columns_per_step ? 1 : 0;
+  // Counted once a layer: with documents it is a walk over all blocks of every head.
+  const auto length = static_cast<double>(index.seq_len);
+  double pairs = 0, dense_pairs = 0;
   for (int b = 0; b < index.batch; ++b) {
     const auto sample =
         documents.empty() ? documents : documents.subspan(b * index.seq_len, index.seq_len);
+    dense_pairs +=
+        index.num_q_heads * (sample.empty()
+                                 ? length * length / 2
+                                 : static_cast<double>(index::dense_pairs(index.seq_len, sample)));
     for (int h = 0; h < index.num_q_heads; ++h)
-      seen_.pairs += static_cast<double>(index::computed_pairs(index, b, h, sample));
+      pairs += static_cast<double>(index::computed_pairs(index, b, h, sample));
   }
+  seen_.density[layer] += pairs / dense_pairs;  // index::density
+  seen_.pairs += pairs;
   seen_.indices[layer] = output.index;
   if (request.measure_recall && dense) {  // all of it
     ++recall_passes_[layer];
@@ -131,10 +140,15 @@ at::Tensor AttentionLayers::named(int64_t layer, at::Tensor out) {
     // Runs right before this layer's backward, so that its spans carry the layer.
     out.register_hook([this, layer](const at::Tensor&) {
       if (boundary_) boundary_();
-      layer_ = layer;
+      context_.set_tag(layer);
     });
   }
   return out;
+}
+
+const std::vector<StepWork>& AttentionLayers::work() const {
+  context_.finish_observing();
+  return work_;
 }
 
 AttentionSeen AttentionLayers::seen() const {
@@ -155,8 +169,8 @@ void AttentionLayers::observe(const attention::StepTiming& timing) {
                      static_cast<double>(timing.end_us - timing.begin_us) * 1e-6});
   }
   if (recorder_ != nullptr) {
-    recorder_->add({std::string(what), "ring", timing.begin_us, timing.end_us, train_step_, layer_,
-                    timing.ring_step, timing.pairs});
+    recorder_->add({std::string(what), "ring", timing.begin_us, timing.end_us, train_step_,
+                    timing.tag, timing.ring_step, timing.pairs});
   }
 }
 

@@ -67,8 +67,8 @@ class AttentionLayers {
   /// The same for layers that run twice (recompute.h); the second run is timed, but counted in seen() no more.
   TwiceAttend attend_twice(const AttendRequest& request);
   AttentionSeen seen() const;
-  /// In the order of execution: the same number and meaning on every rank of the group.
-  const std::vector<StepWork>& work() const { return work_; }
+  /// In the order of execution: the same number and meaning on every rank of the group. Waits for a GPU.
+  const std::vector<StepWork>& work() const;
 
  private:
   attention::AttentionOutput first(const AttendRequest& request, int64_t layer, const at::Tensor& q,
@@ -82,7 +82,6 @@ class AttentionLayers {
   trace::SpanRecorder* recorder_ = nullptr;
   int64_t train_step_ = 0;
   std::function<void()> boundary_;
-  int64_t layer_ = -1;  ///< whose attention is under way
   AttentionSeen seen_;
   std::vector<int64_t> passes_, recall_passes_;
   std::vector<StepWork> work_;

@@ -1,0 +1,316 @@
+// Rings of any shape on one GPU: ranks are threads with a stream each, over the device loopback.
+
+#include <c10/cuda/CUDACachingAllocator.h>
+#include <c10/cuda/CUDAFunctions.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <gtest/gtest.h>
+
+#include <map>
+#include <mutex>
+#include <set>
+
+#include "mtraining/attention/ring_case.h"
+#include "mtraining/base/check.h"
+#include "mtraining/comm/loopback_device.h"
+#include "mtraining/kernels/exchange_cuda/exchange.h"
+
+namespace mtraining::attention {
+namespace {
+
+using layout::LayoutKind;
+using std::chrono::milliseconds;
+using testing::Choice;
+using testing::compare_with_truth;
+using testing::Documents;
+using testing::Precision;
+using testing::ProblemOptions;
+using testing::ring_options;
+using testing::RingProblem;
+using testing::same_bits;
+using testing::Solution;
+
+constexpr auto kFlat = ring::RingKind::kFlat;
+constexpr auto kHierarchical = ring::RingKind::kHierarchical;
+
+double seconds_since(std::chrono::steady_clock::time_point start) {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+}
+
+/// `body` on each rank, with a stream of its own and one thread of work.
+void on_ranks(const RingOptions& options,
+              const std::function<void(RingContext&, comm::Transport&)>& body,
+              comm::DeviceLoopbackOptions links = {}) {
+  links.current_stream = [] {
+    return static_cast<void*>(c10::cuda::getCurrentCUDAStream().stream());
+  };
+  links.ranks_per_node = options.topology.ranks_per_node;
+  comm::run_device_loopback(
+      options.layout.cp_size,
+      [&](comm::Transport& transport) {
+        testing::use_one_thread();
+        const c10::cuda::CUDAStreamGuard stream(c10::cuda::getStreamFromPool());
+        RingContext context(options, transport);
+        body(context, transport);
+        stream.current_stream().synchronize();
+      },
+      links);
+}
+
+Solution run_ring_on_gpu(const RingProblem& problem, const RingOptions& options,
+                         const comm::DeviceLoopbackOptions& links = {}) {
+  Solution whole = testing::empty_solution(problem);
+  std::mutex mutex;
+  on_ranks(
+      options,
+      [&](RingContext& context, comm::Transport&) {
+        const auto inputs = testing::on_device(
+            testing::rank_inputs(problem, context.layout(), context.cp_rank()), at::kCUDA);
+        const testing::RankResult result = testing::run_rank(context, problem, inputs);
+        const std::lock_guard lock(mutex);
+        testing::put_rank(result, problem, context.layout(), context.cp_rank(), whole);
+      },
+      links);
+  return whole;
+}
+
+struct Shape {
+  int nodes, ranks_per_node;
+  ring::RingKind ring;
+  ring::InnerKind inner = ring::InnerKind::kGather;
+  int stride = 1;
+};
+const std::vector<Shape> kShapes = {
+    {1, 1, kFlat},
+    {1, 2, kFlat},
+    {2, 2, kFlat},
+    {2, 2, kHierarchical},
+    {2, 2, kHierarchical, ring::InnerKind::kRing},
+    {2, 4, kFlat, ring::InnerKind::kGather, 3},
+    {2, 4, kHierarchical},
+    {2, 4, kHierarchical, ring::InnerKind::kRing},
+    {4, 2, kHierarchical},
+    {1, 8, kHierarchical},
+    {8, 1, kHierarchical},
+    {4, 8, kFlat},
+    {4, 8, kFlat, ring::InnerKind::kGather, 15},
+    {4, 8, kHierarchical},
+    {4, 8, kHierarchical, ring::InnerKind::kRing},
+};
+
+struct Placement {
+  LayoutKind kind;
+  int64_t stripe;
+};
+const std::vector<Placement> kPlacements = {{LayoutKind::kBlockStriped, 64},
+                                            {LayoutKind::kBlockStriped, 128},
+                                            {LayoutKind::kZigzag, 64},
+                                            {LayoutKind::kContiguous, 64}};
+
+struct Columns {
+  ColumnMode mode;
+  int64_t max_rows;
+};
+const std::vector<Columns> kColumns = {
+    {ColumnMode::kOnce, 16384}, {ColumnMode::kPerStep, 16384}, {ColumnMode::kOnce, 7}};
+
+std::vector<ProblemOptions> problems() {
+  using enum Documents;
+  using enum Choice;
+  const auto make = [](int64_t batch, int64_t n, int64_t h, int64_t hk, int64_t d,
+                       Documents documents, Choice choice,
+                       Precision precision = Precision::kBFloat16) {
+    return ProblemOptions{.batch = batch,
+                          .seq_len = n,
+                          .num_q_heads = h,
+                          .num_kv_heads = hk,
+                          .head_dim = d,
+                          .precision = precision,
+                          .documents = documents,
+                          .choice = choice,
+                          .seed = static_cast<uint64_t>(n)};
+  };
+  return {make(1, 1500, 4, 2, 64, kOne, kSparse),
+          make(1, 1030, 2, 1, 128, kOne, kSparse),
+          make(2, 700, 4, 1, 64, kMidBlock, kSparse),
+          make(1, 900, 2, 2, 128, kOne, kDense),
+          make(1, 640, 4, 2, 64, kOnBlock, kFew),
+          make(1, 300, 3, 1, 64, kOne, kEmpty),
+          make(1, 500, 2, 1, 128, kEveryToken, kMany, Precision::kFloat16),
+          make(2, 450, 4, 2, 64, kMidBlock, kBlocks)};
+}
+
+TEST(RingOnGpu, EqualsTheOracleOverEveryRing) {
+  // Every shape with every problem once; what else there is goes round.
+  const std::vector<ProblemOptions> all = problems();
+  size_t turn = 0;
+  for (const ProblemOptions& problem_options : all) {
+    const RingProblem problem(problem_options);
+    for (const Shape& shape : kShapes) {
+      const Placement& placement = kPlacements[turn % kPlacements.size()];
+      const Columns& columns = kColumns[turn % kColumns.size()];
+      RingOptions options = ring_options(shape.nodes, shape.ranks_per_node, placement.kind,
+                                         placement.stripe, problem_options.seq_len);
+      options.ring = shape.ring;
+      options.inner = shape.inner;
+      options.ring_stride = shape.stride;
+      options.columns = columns.mode;
+      options.max_column_rows_per_rank = columns.max_rows;
+      options.prefetch_steps = static_cast<int>(1 + turn % 5 % 3);
+      options.deterministic = turn % 2 == 0;
+      ++turn;
+      SCOPED_TRACE(to_string(problem_options) + ", " + testing::to_string(options));
+      ASSERT_EQ(compare_with_truth(run_ring_on_gpu(problem, options), problem).fault, "");
+    }
+  }
+}
+
+TEST(RingOnGpu, AStaleOrSwappedShardWouldShow) {
+  const RingProblem problem({.seq_len = 64 * 8 * 4,
+                             .num_q_heads = 2,
+                             .num_kv_heads = 1,
+                             .precision = Precision::kBFloat16,
+                             .choice = Choice::kDense,
+                             .scale_by_block = 0.3});
+  for (const Shape& shape : kShapes) {
+    RingOptions options = ring_options(shape.nodes, shape.ranks_per_node, LayoutKind::kBlockStriped,
+                                       64, problem.options().seq_len);
+    options.ring = shape.ring;
+    options.inner = shape.inner;
+    options.ring_stride = shape.stride;
+    // Where links are slow, whoever does not wait for a transfer reads what was there before.
+    EXPECT_EQ(compare_with_truth(
+                  run_ring_on_gpu(
+                      problem, options,
+                      {.current_stream = {}, .inner_bytes_per_s = 1e9, .outer_bytes_per_s = 2e8}),
+                  problem)
+                  .fault,
+              "")
+        << testing::to_string(options);
+  }
+}
+
+TEST(RingOnGpu, RepeatsAreTheSameBits) {
+  const RingProblem problem({.batch = 1,
+                             .seq_len = 2300,
+                             .num_q_heads = 4,
+                             .num_kv_heads = 2,
+                             .precision = Precision::kBFloat16});
+  for (const Shape& shape : {Shape{1, 1, kFlat}, Shape{2, 2, kFlat}, Shape{2, 4, kHierarchical},
+                             Shape{2, 4, kHierarchical, ring::InnerKind::kRing}}) {
+    for (const ColumnMode columns : {ColumnMode::kOnce, ColumnMode::kPerStep}) {
+      RingOptions options =
+          ring_options(shape.nodes, shape.ranks_per_node, LayoutKind::kBlockStriped, 128, 2300);
+      options.ring = shape.ring;
+      options.inner = shape.inner;
+      options.columns = columns;
+      const Solution first = run_ring_on_gpu(problem, options);
+      for (int repeat = 0; repeat < 3; ++repeat)
+        EXPECT_TRUE(same_bits(run_ring_on_gpu(problem, options), first))
+            << testing::to_string(options);
+    }
+  }
+}
+
+/// Keeps the current stream busy.
+void keep_busy(milliseconds time, const at::Tensor& clock) {
+  void* stream = c10::cuda::getCurrentCUDAStream().stream();
+  auto* at = reinterpret_cast<uint64_t*>(clock.data_ptr<int64_t>());
+  kernels::exchange_cuda::take_link(at, at + 1, time.count() * 1000000, stream);
+  kernels::exchange_cuda::hold_until(at + 1, stream);
+}
+
+TEST(RingOnGpu, TheHostNeverWaitsForTheDevice) {
+  for (const Shape& shape : {Shape{1, 1, kFlat}, Shape{2, 2, kFlat}, Shape{2, 2, kHierarchical}}) {
+    const RingProblem problem({.seq_len = 1500, .precision = Precision::kBFloat16});
+    RingOptions options = ring_options(shape.nodes, shape.ranks_per_node, LayoutKind::kBlockStriped,
+                                       64, problem.options().seq_len);
+    options.ring = shape.ring;
+    on_ranks(options, [&](RingContext& context, comm::Transport& transport) {
+      const auto inputs = testing::on_device(
+          testing::rank_inputs(problem, context.layout(), context.cp_rank()), at::kCUDA);
+      const at::Tensor clock =
+          at::zeros({2}, at::TensorOptions().dtype(at::kLong).device(at::kCUDA));
+      for (int warm_up = 0; warm_up < 3; ++warm_up) testing::run_rank(context, problem, inputs);
+      c10::cuda::getCurrentCUDAStream().synchronize();
+      std::vector<int> everyone;
+      for (int r = 0; r < transport.size(); ++r) everyone.push_back(r);
+      const auto all = transport.open_host("start", everyone);
+      all->barrier();
+      keep_busy(milliseconds(1500), clock);
+      const auto start = std::chrono::steady_clock::now();
+      for (int layer = 0; layer < 2; ++layer) testing::run_rank(context, problem, inputs);
+      EXPECT_LT(seconds_since(start), 1.0) << testing::to_string(options);
+      all->barrier();
+    });
+  }
+}
+
+TEST(RingOnGpu, MemoryDoesNotGrowOverLayersAndSteps) {
+  const RingProblem problem({.seq_len = 1500, .precision = Precision::kBFloat16});
+  RingOptions options = ring_options(2, 2, LayoutKind::kBlockStriped, 64, 1500);
+  std::mutex mutex;
+  const auto allocated = [] {
+    return c10::cuda::CUDACachingAllocator::getDeviceStats(c10::cuda::current_device())
+        .allocated_bytes[0]
+        .current;
+  };
+  on_ranks(options, [&](RingContext& context, comm::Transport& transport) {
+    const auto inputs = testing::on_device(
+        testing::rank_inputs(problem, context.layout(), context.cp_rank()), at::kCUDA);
+    std::vector<int> everyone = {0, 1, 2, 3};
+    const auto all = transport.open_host("steps", everyone);
+    std::vector<int64_t> buffers, device;
+    for (int step = 0; step < 6; ++step) {
+      testing::run_rank(context, problem, inputs);
+      c10::cuda::getCurrentCUDAStream().synchronize();
+      all->barrier();
+      buffers.push_back(context.buffer_bytes());
+      device.push_back(allocated());
+      all->barrier();
+    }
+    EXPECT_EQ(std::set<int64_t>(buffers.begin(), buffers.end()).size(), 1u);
+    EXPECT_EQ(device.back(), device[1]);
+  });
+}
+
+TEST(RingOnGpu, StepsAreTimedByTheDevice) {
+  const RingProblem problem({.seq_len = 1500, .precision = Precision::kBFloat16});
+  const RingOptions options = ring_options(2, 2, LayoutKind::kBlockStriped, 64, 1500);
+  std::mutex mutex;
+  // 20 ms an outer hop, 2 ms a gather: launches take far less.
+  const int64_t shard = 2 * 384 * 2 * 64 * 2;
+  on_ranks(options,
+           [&](RingContext& context, comm::Transport&) {
+             const auto inputs = testing::on_device(
+                 testing::rank_inputs(problem, context.layout(), context.cp_rank()), at::kCUDA);
+             testing::run_rank(context, problem, inputs);
+             std::map<std::string, int64_t> us, count;
+             std::set<int64_t> tags;
+             int64_t pairs = 0, last_end = 0;
+             context.set_observer([&](const StepTiming& timing) {
+               us[timing.what] += timing.end_us - timing.begin_us;
+               ++count[timing.what];
+               tags.insert(timing.tag);
+               pairs += timing.pairs;
+               EXPECT_LE(timing.begin_us, timing.end_us);
+               EXPECT_GE(timing.end_us, last_end - 100);
+               last_end = timing.end_us;
+             });
+             context.set_tag(7);
+             testing::run_rank(context, problem, inputs);
+             context.finish_observing();
+             EXPECT_EQ(tags, std::set<int64_t>{7});
+             EXPECT_EQ(count["forward"], 2);
+             EXPECT_EQ(count["backward"], 2);
+             EXPECT_GT(pairs, 0);
+             EXPECT_GT(us["wait"], 20000);  // the first outer hop at least
+             EXPECT_LT(us["forward"] + us["backward"], us["wait"]);
+             context.set_observer({});
+           },
+           {.current_stream = {},
+            .inner_bytes_per_s = static_cast<double>(shard) / 2e-3,
+            .outer_bytes_per_s = static_cast<double>(shard) / 20e-3});
+}
+
+}  // namespace
+}  // namespace mtraining::attention
