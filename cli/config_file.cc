@@ -55,6 +55,8 @@ const Names<train::Recompute> kRecomputes = {
     {"none", train::Recompute::kNone},
     {"layer", train::Recompute::kLayer},
     {"except_attention", train::Recompute::kExceptAttention}};
+const Names<train::DeviceKind> kDevices = {{"cpu", train::DeviceKind::kCpu},
+                                           {"cuda", train::DeviceKind::kCuda}};
 const Names<at::ScalarType> kDtypes = {{"float32", at::kFloat}, {"bf16", at::kBFloat16}};
 
 /// Keys of interfaces that belong to parts which this version does not have.
@@ -140,6 +142,7 @@ void visit_keys(train::RunConfig& c, Visitor&& v) {
   v.key("parallel.dp_size", c.parallel.dp_size);
   v.key("parallel.zero", c.parallel.zero);
   v.key("parallel.offload_optimizer", c.parallel.offload_optimizer);
+  v.key("parallel.optimizer_threads", c.parallel.optimizer_threads);
   visit_pattern_keys("attention.", c.attention, v);
   v.layers("attention.layers", c.attention);
   v.key("attention.dense_steps", c.attention.dense_steps);
@@ -152,6 +155,8 @@ void visit_keys(train::RunConfig& c, Visitor&& v) {
   v.choice("attention.columns", c.attention.columns, kColumns);
   v.choice("attention.gradient_transport", c.attention.gradient_transport, kTransports);
   v.key("attention.deterministic", c.attention.deterministic);
+  v.key("attention.sm_margin", c.attention.sm_margin);
+  v.choice("train.device", c.train.device, kDevices);
   v.key("train.seq_len", c.train.seq_len);
   v.key("train.steps", c.train.steps);
   v.key("train.tokens", c.train.tokens);
@@ -165,6 +170,7 @@ void visit_keys(train::RunConfig& c, Visitor&& v) {
   v.key("train.peak_flops_per_s", c.train.peak_flops_per_s);
   v.choice("train.recompute", c.train.recompute, kRecomputes);
   v.key("train.mlp_tile", c.train.mlp_tile);
+  v.key("train.offload_layers", c.train.offload_layers);
   v.key("optim.lr", c.optim.schedule.lr);
   v.pair("optim.betas", c.optim.adamw.beta1, c.optim.adamw.beta2);
   v.key("optim.eps", c.optim.adamw.eps);

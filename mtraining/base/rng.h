@@ -28,6 +28,8 @@ class Rng {
       : key_(mix_bits(mix_bits(seed + 0x9e3779b97f4a7c15ULL) ^
                       (stream * 0xbf58476d1ce4e5b9ULL + 0x94d049bb133111ebULL))) {}
 
+  /// What bits() mixes a counter with.
+  constexpr uint64_t key() const { return key_; }
   constexpr uint64_t bits(uint64_t counter) const {
     return mix_bits(mix_bits(counter + 0x9e3779b97f4a7c15ULL) ^ key_);
   }

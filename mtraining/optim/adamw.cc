@@ -34,6 +34,7 @@ AdamW::AdamW(const AdamWOptions& options, ParameterShare& parameters)
       first_(parameters.storage().zeros(parameters.master().numel())),
       second_(parameters.storage().zeros(parameters.master().numel())) {
   check(options_);
+  std::vector<UpdateChunk> runs;
   for (const OwnedRange& owned : parameters_.owned()) {
     for (const Segment& s : parameters_.segments()) {
       const int64_t begin = std::max(owned.begin, s.begin),
@@ -41,13 +42,22 @@ AdamW::AdamW(const AdamWOptions& options, ParameterShare& parameters)
       if (begin >= end) continue;
       const int64_t offset = owned.offset + begin - owned.begin;
       const bool decays = s.decays && options_.weight_decay > 0;
-      if (!runs_.empty() && runs_.back().decays == decays &&
-          runs_.back().offset + runs_.back().size == offset) {
-        runs_.back().size += end - begin;
+      if (!runs.empty() && runs.back().decays == decays &&
+          runs.back().begin + runs.back().size == offset) {
+        runs.back().size += end - begin;
       } else {
-        runs_.push_back({offset, end - begin, decays});
+        runs.push_back({offset, end - begin, decays});
       }
     }
+  }
+  for (const UpdateChunk& run : runs) {
+    for (int64_t begin = run.begin; begin < run.begin + run.size; begin += kChunk)
+      chunks_.push_back({begin, std::min(kChunk, run.begin + run.size - begin), run.decays});
+  }
+  if (parameters_.storage().device() != parameters_.parameter_device()) {
+    host_ =
+        std::make_unique<HostUpdate>(parameters_, std::min(kChunk, parameters_.master().numel()),
+                                     parameters_.options().host_threads);
   }
 }
 
@@ -56,17 +66,23 @@ void AdamW::step(double lr, double gradient_scale) {
   const OptimizerStorage& storage = parameters_.storage();
   const at::Tensor count = at::full({}, static_cast<double>(steps_),
                                     at::TensorOptions(at::kFloat).device(storage.device()));
-  for (const Run& run : runs_) {
-    for (int64_t begin = run.offset; begin < run.offset + run.size; begin += kChunk) {
-      const int64_t size = std::min(kChunk, run.offset + run.size - begin);
-      const auto part = [&](const at::Tensor& vector) { return vector.narrow(0, begin, size); };
-      at::Tensor gradient = storage.bring(part(parameters_.gradient()));
-      if (gradient_scale != 1) gradient.mul_(gradient_scale);
-      at::_fused_adamw_({part(parameters_.master())}, {gradient}, {part(first_)}, {part(second_)},
-                        {}, {count}, lr, options_.beta1, options_.beta2,
-                        run.decays ? options_.weight_decay : 0, options_.eps, /*amsgrad=*/false,
-                        /*maximize=*/false);
-    }
+  const auto update = [&](const UpdateChunk& chunk, at::Tensor& gradient) {
+    const auto part = [&](const at::Tensor& vector) {
+      return vector.narrow(0, chunk.begin, chunk.size);
+    };
+    if (gradient_scale != 1) gradient.mul_(gradient_scale);
+    at::_fused_adamw_({part(parameters_.master())}, {gradient}, {part(first_)}, {part(second_)}, {},
+                      {count}, lr, options_.beta1, options_.beta2,
+                      chunk.decays ? options_.weight_decay : 0, options_.eps, /*amsgrad=*/false,
+                      /*maximize=*/false);
+  };
+  if (host_) {
+    host_->run(chunks_, update);
+    return;
+  }
+  for (const UpdateChunk& chunk : chunks_) {
+    at::Tensor gradient = storage.bring(parameters_.gradient().narrow(0, chunk.begin, chunk.size));
+    update(chunk, gradient);
   }
   parameters_.publish();
 }
@@ -94,12 +110,12 @@ int64_t AdamW::state_bytes() const {
 }
 
 double sum_of_squares(const at::Tensor& flat) {
-  double squares = 0;
+  at::Tensor squares = at::zeros({}, flat.options().dtype(at::kDouble));
   for (int64_t begin = 0; begin < flat.numel(); begin += kChunk) {
     const at::Tensor part = flat.slice(0, begin, std::min(begin + kChunk, flat.numel()));
-    squares += part.to(at::kDouble).square_().sum().item<double>();
+    squares.add_(part.to(at::kDouble).square_().sum());
   }
-  return squares;
+  return squares.item<double>();
 }
 
 double clip_factor(double norm, double clip_norm) {

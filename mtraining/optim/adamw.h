@@ -12,8 +12,10 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <memory>
 #include <vector>
 
+#include "mtraining/optim/host_update.h"
 #include "mtraining/optim/parameter_share.h"
 
 namespace mtraining::optim {
@@ -54,14 +56,11 @@ class AdamW {
   int64_t state_bytes() const;
 
  private:
-  struct Run {
-    int64_t offset = 0, size = 0;
-    bool decays = false;
-  };
   AdamWOptions options_;
   ParameterShare& parameters_;
   at::Tensor first_, second_;
-  std::vector<Run> runs_;  // of this rank's vectors: neighbours that decay alike
+  std::vector<UpdateChunk> chunks_;   // of this rank's vectors: neighbours that decay alike
+  std::unique_ptr<HostUpdate> host_;  // where parameters lie on a GPU and masters do not
   int64_t steps_ = 0;
 };
 

@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "mtraining/base/check.h"
+#include "mtraining/optim/arrival_hook.h"
 
 namespace mtraining::optim {
 
@@ -21,8 +22,16 @@ FlatParameters::FlatParameters(std::vector<Named> parameters, const ShareOptions
     if (values_are_views()) value(i).set_data(place);
     if (gradients_are_views()) {
       value(i).mutable_grad() = gradient_.narrow(0, s.begin, s.size).view(value(i).sizes());
+    } else {
+      on_gradient(value(i), [this, i] { add_gradient(i); });
     }
   }
+}
+
+FlatParameters::~FlatParameters() {
+  // Parameters may outlive this.
+  for (size_t i = 0; !gradients_are_views() && i < parameters_.size(); ++i)
+    on_gradient(value(i), nullptr);
 }
 
 bool FlatParameters::values_are_views() const {
@@ -48,10 +57,15 @@ void FlatParameters::collect_gradient() {
                 ": its gradient has left the flat vector");
       continue;
     }
-    if (!value(i).grad().defined()) continue;
-    place.add_(value(i).grad().reshape({-1}).to(options_.grad_dtype));
-    value(i).mutable_grad() = at::Tensor();
+    if (value(i).grad().defined()) add_gradient(i);  // set by hand
   }
+}
+
+void FlatParameters::add_gradient(size_t id) {
+  const at::NoGradGuard no_grad;
+  const Segment& s = segments_[id];
+  gradient_.narrow(0, s.begin, s.size).add_(value(id).grad().reshape({-1}));
+  value(id).mutable_grad() = at::Tensor();
 }
 
 void FlatParameters::reduce_gradient() {
@@ -64,6 +78,18 @@ void FlatParameters::publish() {
     const Segment& s = segments_[i];
     value(i).detach().copy_(master_.narrow(0, s.begin, s.size).view(value(i).sizes()));
   }
+}
+
+void FlatParameters::take(int64_t begin, const at::Tensor& values) {
+  const at::NoGradGuard no_grad;
+  for_each_part(segments_, begin, values.numel(),
+                [&](size_t id, int64_t at, int64_t from, int64_t count) {
+                  value(id)
+                      .detach()
+                      .view({-1})
+                      .narrow(0, at, count)
+                      .copy_(values.narrow(0, from, count), /*non_blocking=*/true);
+                });
 }
 
 void all_reduce_buckets(at::Tensor& flat, comm::Communicator& group, int64_t bucket_bytes) {

@@ -4,7 +4,8 @@
 // Next: adamw.h.
 //
 // float32 parameters are views of the master where it lies on their device, and their .grad a view of the gradient where that is
-// float32; lower precisions are copies, refreshed by publish().
+// float32; lower precisions are copies, refreshed by publish(). Where a .grad is no view, backward's is added and freed as soon as
+// it is there, so that all of a model's never exist at a time.
 #pragma once
 
 #include <cstdint>
@@ -20,14 +21,19 @@ class FlatParameters : public ParameterShare {
   explicit FlatParameters(std::vector<Named> parameters, const ShareOptions& options = {},
                           comm::Communicator* group = nullptr);
 
+  ~FlatParameters() override;
+
   bool is_sharded() const override { return false; }
   void zero_gradient() override;
   void collect_gradient() override;
   /// Collective. Every rank ends with the same bits.
   void reduce_gradient() override;
   void publish() override;
+  void take(int64_t begin, const at::Tensor& values) override;
+  void publish_taken() override {}
 
  private:
+  void add_gradient(size_t id);
   bool values_are_views() const;
   bool gradients_are_views() const;
   comm::Communicator* group_;

@@ -20,24 +20,18 @@ class ResidentStorage : public OptimizerStorage {
 
 class HostStorage : public OptimizerStorage {
  public:
-  explicit HostStorage(bool pinned) : pinned_(pinned) {}
   at::Device device() const override { return at::kCPU; }
-  at::Tensor zeros(int64_t size) const override {
-    return at::zeros({size}, at::TensorOptions(at::kFloat).pinned_memory(pinned_));
-  }
+  at::Tensor zeros(int64_t size) const override { return at::zeros({size}, at::kFloat); }
   at::Tensor bring(const at::Tensor& values) const override {
     return values.to(at::TensorOptions(at::kFloat).device(at::kCPU));
   }
-
- private:
-  bool pinned_;
 };
 
 }  // namespace
 
 std::shared_ptr<const OptimizerStorage> make_optimizer_storage(at::Device parameters,
                                                                bool offload) {
-  if (offload) return std::make_shared<HostStorage>(!parameters.is_cpu());
+  if (offload) return std::make_shared<HostStorage>();
   return std::make_shared<ResidentStorage>(parameters);
 }
 

@@ -3,9 +3,9 @@
 // In:   the device of the parameters, parallel.offload_optimizer. Out: vectors there; gradients brought there.
 // Next: parameter_share.h keeps masters in it, adamw.h moments.
 //
-// On the device of the parameters nothing is copied. Offloaded, the vectors are host memory (pinned where there is a GPU), the
-// update runs on the host, and a rank moves its part of the gradient down and of the parameters up, once a train step. On the
-// CPU both are the same memory.
+// On the device of the parameters nothing is copied. Offloaded, the vectors are host memory, the update runs on the host, and a rank
+// moves its part of the gradient down and of the parameters up, once a train step (host_update.h). On the CPU both are the same
+// memory.
 // Source: paper section 4 (ZeRO-2 with the optimizer offloaded).
 #pragma once
 

@@ -10,6 +10,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -34,6 +35,7 @@ struct OwnedRange {
 struct ShareOptions {
   at::ScalarType grad_dtype = at::kFloat;    ///< in which gradients are added up and sent
   bool offload = false;                      ///< masters and moments in host memory
+  int64_t host_threads = 0;                  ///< of an update in host memory; 0: torch's
   int64_t bucket_bytes = int64_t{32} << 20;  ///< of gradients that travel together
 };
 
@@ -72,13 +74,18 @@ class ParameterShare {
   virtual void reduce_gradient() = 0;
   /// The parameters take the master's values, on every rank. Collective where sharded.
   virtual void publish() = 0;
+  /// The same in parts: what stands for [begin, begin + values.numel()) of this rank's vectors becomes `values`, of the parameters'
+  /// type, on the current stream; when all of owned() has been taken, publish_taken() tells the other ranks.
+  virtual void take(int64_t begin, const at::Tensor& values) = 0;
+  virtual void publish_taken() = 0;
+  at::ScalarType parameter_dtype() const { return parameters_.front().value.scalar_type(); }
+  at::Device parameter_device() const { return parameters_.front().value.device(); }
+  const ShareOptions& options() const { return options_; }
 
  protected:
   /// Errors: InvalidArgument where a tensor is listed twice, is no leaf, or has another dtype than the first.
   ParameterShare(std::vector<Named> parameters, const ShareOptions& options);
   at::Tensor& value(size_t id) { return parameters_[id].value; }
-  at::ScalarType parameter_dtype() const { return parameters_.front().value.scalar_type(); }
-  at::Device parameter_device() const { return parameters_.front().value.device(); }
 
   ShareOptions options_;
   std::vector<Named> parameters_;
@@ -88,6 +95,19 @@ class ParameterShare {
   at::Tensor master_, gradient_;
   int64_t size_ = 0;
 };
+
+/// Calls body(parameter id, first element of the parameter, first of [begin, begin + size), how many) for each parameter that
+/// meets elements [begin, begin + size) of the flat vectors.
+template <typename Body>
+void for_each_part(const std::vector<Segment>& segments, int64_t begin, int64_t size, Body&& body) {
+  auto next = std::upper_bound(segments.begin(), segments.end(), begin,
+                               [](int64_t b, const Segment& s) { return b < s.begin + s.size; });
+  for (; next != segments.end() && next->begin < begin + size; ++next) {
+    const int64_t from = std::max(begin, next->begin);
+    const int64_t to = std::min(begin + size, next->begin + next->size);
+    if (from < to) body(next - segments.begin(), from - next->begin, from - begin, to - from);
+  }
+}
 
 /// The element type of a transport. Errors: Unsupported.
 comm::ElementType element_type(at::ScalarType dtype);

@@ -1,14 +1,13 @@
 #include "mtraining/optim/sharded_parameters.h"
 
 #include <ATen/ATen.h>
-#include <torch/csrc/autograd/function_hook.h>
-#include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
 #include <memory>
 #include <utility>
 
 #include "mtraining/base/check.h"
+#include "mtraining/optim/arrival_hook.h"
 #include "mtraining/optim/flat_parameters.h"
 
 namespace mtraining::optim {
@@ -20,16 +19,6 @@ constexpr size_t kMostUnderWay = 2;     // bounds the memory of buckets under wa
 char* bytes_of(const at::Tensor& tensor) { return static_cast<char*>(tensor.data_ptr()); }
 
 }  // namespace
-
-class ShardedParameters::ArrivalHook : public torch::autograd::PostAccumulateGradHook {
- public:
-  ArrivalHook(ShardedParameters& owner, size_t id) : owner_(owner), id_(id) {}
-  void operator()(const torch::autograd::Variable&) override { owner_.arrive(id_); }
-
- private:
-  ShardedParameters& owner_;
-  size_t id_;
-};
 
 ShardedParameters::ShardedParameters(std::vector<Named> parameters, comm::Communicator& group,
                                      const ShareOptions& options)
@@ -59,16 +48,12 @@ ShardedParameters::ShardedParameters(std::vector<Named> parameters, comm::Commun
     }
   }
   begin_backward();
-  for (size_t i = 0; i < parameters_.size(); ++i) {
-    torch::autograd::impl::set_post_acc_grad_hooks(value(i),
-                                                   std::make_unique<ArrivalHook>(*this, i));
-  }
+  for (size_t i = 0; i < parameters_.size(); ++i) on_gradient(value(i), [this, i] { arrive(i); });
 }
 
 ShardedParameters::~ShardedParameters() {
   // Parameters may outlive this.
-  for (size_t i = 0; i < parameters_.size(); ++i)
-    torch::autograd::impl::set_post_acc_grad_hooks(value(i), nullptr);
+  for (size_t i = 0; i < parameters_.size(); ++i) on_gradient(value(i), nullptr);
 }
 
 void ShardedParameters::make_buckets() {
@@ -98,6 +83,10 @@ at::Tensor ShardedParameters::master_piece(const Bucket& bucket) const {
   return master_.narrow(0, bucket.offset, bucket.piece);
 }
 
+at::Tensor ShardedParameters::value_piece(const Bucket& bucket) const {
+  return values_.narrow(0, bucket.place + group_.rank() * bucket.piece, bucket.piece);
+}
+
 void ShardedParameters::arrive(size_t id) {
   MT_ASSERT(!arrived_[id], segments_[id].name, ": its gradient came twice in one backward");
   arrived_[id] = true;
@@ -121,7 +110,6 @@ void ShardedParameters::send(Bucket& bucket) {
   job.bucket = &bucket;
   const at::TensorOptions options = gradient_.options();
   job.sent = at::empty({bucket.piece * ranks}, options);
-  job.received = at::empty({bucket.piece}, options);
   for (size_t i = bucket.first; i < bucket.last; ++i) {
     const Segment& s = segments_[i];
     at::Tensor place = job.sent.narrow(0, s.begin - bucket.begin, s.size);
@@ -133,6 +121,11 @@ void ShardedParameters::send(Bucket& bucket) {
     }
   }
   job.sent.narrow(0, bucket.size, job.sent.numel() - bucket.size).zero_();
+  if (ranks == 1) {
+    gradient_.narrow(0, bucket.offset, bucket.piece).add_(job.sent);
+    return;
+  }
+  job.received = at::empty({bucket.piece}, options);
   const auto type = element_type(options_.grad_dtype);
   const int64_t bytes = bucket.piece * comm::size_of(type);
   std::vector<comm::ConstBuffer> parts;
@@ -172,6 +165,30 @@ void ShardedParameters::reduce_gradient() {
 }
 
 void ShardedParameters::publish() {
+  gather_values([this](const Bucket& bucket) {
+    return master_piece(bucket).to(values_.options(), /*non_blocking=*/false, /*copy=*/true);
+  });
+}
+
+void ShardedParameters::take(int64_t begin, const at::Tensor& values) {
+  const at::NoGradGuard no_grad;
+  const int64_t end = begin + values.numel();
+  for (const Bucket& bucket : buckets_) {
+    const int64_t from = std::max(begin, bucket.offset);
+    const int64_t to = std::min(end, bucket.offset + bucket.piece);
+    if (from >= to) continue;
+    value_piece(bucket)
+        .narrow(0, from - bucket.offset, to - from)
+        .copy_(values.narrow(0, from - begin, to - from), /*non_blocking=*/true);
+  }
+}
+
+void ShardedParameters::publish_taken() {
+  // A copy: not every transport gathers in place.
+  if (group_.size() > 1) gather_values([this](const Bucket& b) { return value_piece(b).clone(); });
+}
+
+void ShardedParameters::gather_values(const std::function<at::Tensor(const Bucket&)>& piece_of) {
   const at::NoGradGuard no_grad;
   const int64_t element = comm::size_of(element_type(parameter_dtype()));
   std::deque<std::pair<at::Tensor, comm::WorkPtr>> gathers;
@@ -180,8 +197,11 @@ void ShardedParameters::publish() {
     gathers.pop_front();
   };
   for (const Bucket& bucket : buckets_) {
-    const at::Tensor mine =
-        master_piece(bucket).to(values_.options(), /*non_blocking=*/false, /*copy=*/true);
+    const at::Tensor mine = piece_of(bucket);
+    if (group_.size() == 1) {
+      value_piece(bucket).copy_(mine);
+      continue;
+    }
     const int64_t bytes = bucket.piece * element;
     std::vector<comm::Buffer> parts;
     for (int r = 0; r < group_.size(); ++r)

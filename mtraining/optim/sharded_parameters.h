@@ -13,6 +13,7 @@
 
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <memory>
 #include <vector>
 
@@ -35,6 +36,8 @@ class ShardedParameters : public ParameterShare {
   void collect_gradient() override;
   void reduce_gradient() override;
   void publish() override;
+  void take(int64_t begin, const at::Tensor& values) override;
+  void publish_taken() override;
 
   int64_t num_buckets() const { return static_cast<int64_t>(buckets_.size()); }
 
@@ -51,8 +54,6 @@ class ShardedParameters : public ParameterShare {
     at::Tensor sent, received;
     comm::WorkPtr work;
   };
-  class ArrivalHook;
-
   void make_buckets();
   void arrive(size_t id);
   void send_complete();
@@ -60,6 +61,9 @@ class ShardedParameters : public ParameterShare {
   void send(Bucket& bucket);
   void finish_oldest();
   at::Tensor master_piece(const Bucket& bucket) const;
+  at::Tensor value_piece(const Bucket& bucket) const;
+  /// `piece_of(bucket)`: this rank's, which stays as it is until the gathering is over.
+  void gather_values(const std::function<at::Tensor(const Bucket&)>& piece_of);
 
   comm::Communicator& group_;
   std::vector<Bucket> buckets_;

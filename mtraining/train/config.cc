@@ -59,6 +59,7 @@ void check_attention(const RunConfig& config) {
   MT_CHECK_ARG(a.stripe >= layout::kBlock && a.stripe % layout::kBlock == 0,
                "attention.stripe: expected a multiple of ", layout::kBlock, ", got ", a.stripe);
   at_least("attention.prefetch_steps", a.prefetch_steps, 1);
+  at_least("attention.sm_margin", a.sm_margin, 0);
   at_least("attention.ring_stride", a.ring_stride, 1);
 }
 
@@ -88,6 +89,16 @@ ResolvedRun resolve(RunConfig& config, const topology::LaunchEnvironment& launch
   at_most("train.micro_batch_size", train.micro_batch_size, int64_t{1} << 31);
   at_least("train.loss_chunk", train.loss_chunk, 1);
   at_least("train.mlp_tile", train.mlp_tile, 0);
+  at_least("train.offload_layers", train.offload_layers, 0);
+  at_most("train.offload_layers", train.offload_layers, config.model.num_hidden_layers);
+  MT_CHECK_ARG(train.offload_layers == 0 || train.recompute != Recompute::kNone,
+               "train.offload_layers: expected 0 where train.recompute = \"none\", got ",
+               train.offload_layers);
+  at_least("parallel.optimizer_threads", config.parallel.optimizer_threads, 0);
+  at_most("parallel.optimizer_threads", config.parallel.optimizer_threads, 1024);
+  MT_CHECK_SUPPORTED(train.device != DeviceKind::kCuda || config.model.dtype == at::kBFloat16,
+                     "train.device: \"cuda\" needs model.dtype = \"bf16\", got ",
+                     config.model.dtype == at::kFloat ? "float32" : "another type");
   at_least("train.recall_every", train.recall_every, 0);
   MT_CHECK_ARG(!train.peak_flops_per_s ||
                    (*train.peak_flops_per_s > 0 && std::isfinite(*train.peak_flops_per_s)),
@@ -135,6 +146,8 @@ ResolvedRun resolve(RunConfig& config, const topology::LaunchEnvironment& launch
   check_sources("data.valid", config.data.valid);
 
   ResolvedRun resolved;
+  if (train.device == DeviceKind::kCuda)
+    resolved.device = at::Device(at::kCUDA, static_cast<at::DeviceIndex>(launch.local_rank));
   const int world = launch.world_size;
   const int local = launch.local_world_size.value_or(1);
   MT_CHECK_ARG(local <= world, "LOCAL_WORLD_SIZE: expected at most WORLD_SIZE = ", world, ", got ",
@@ -189,6 +202,7 @@ attention::RingOptions ring_options(const RunConfig& config, const ResolvedRun& 
   options.columns = a.columns;
   options.gradient_transport = a.gradient_transport;
   options.deterministic = a.deterministic;
+  options.sm_margin = a.sm_margin;
   return options;
 }
 

@@ -7,6 +7,8 @@
 // local_blocks 2, stripe 64, inner "gather".
 #pragma once
 
+#include <c10/core/Device.h>
+
 #include <cstdint>
 #include <optional>
 #include <string>
@@ -39,6 +41,8 @@ struct ParallelSection {
   /// 0: every rank holds all gradients and optimizer state; 2: of all ranks (cp x dp) each holds its part.
   int zero = 0;
   bool offload_optimizer = false;  ///< masters and moments in host memory
+  /// Threads of this rank that update offloaded masters; 0: its share of the cores.
+  int64_t optimizer_threads = 0;
 };
 
 /// The keys of [attention] that a range of layers may have for itself.
@@ -69,9 +73,14 @@ struct AttentionSection : PatternSection {
   attention::ColumnMode columns = attention::ColumnMode::kOnce;
   attention::GradientTransport gradient_transport = attention::GradientTransport::kFloat32;
   bool deterministic = true;
+  int sm_margin = 8;  ///< multiprocessors of a GPU that launches leave to transfers
 };
 
+/// train.device. In a file the key may be absent (cli/device.h decides).
+enum class DeviceKind { kCpu, kCuda };
+
 struct TrainSection {
+  DeviceKind device = DeviceKind::kCpu;
   int64_t seq_len = 0;
   std::optional<int64_t> steps;   ///< exactly one of steps and tokens
   std::optional<int64_t> tokens;  ///< steps = tokens / (global_batch_size * seq_len), rounded up
@@ -82,6 +91,8 @@ struct TrainSection {
   double stop_grace_s = 20;
   bool preflight = true;
   Recompute recompute = Recompute::kNone;
+  /// The first so many layers keep what recompute keeps in host memory between forward and backward.
+  int64_t offload_layers = 0;
   int64_t mlp_tile = 0;       ///< tokens of one tile of the MLP, recomputed in backward; 0: off
   int64_t loss_chunk = 1024;  ///< tokens of one chunk of logits
   int64_t recall_every = 10;  ///< train steps between measurements of recall; 0: never
@@ -150,6 +161,7 @@ struct RunConfig {
 
 /// What follows from a config and the ranks that run it.
 struct ResolvedRun {
+  at::Device device = at::kCPU;  ///< of this rank
   int cp_size = 1, dp_size = 1;
   topology::Topology topology;
   int64_t steps = 0;

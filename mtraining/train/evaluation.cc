@@ -75,7 +75,8 @@ void Trainer::State::write_example() {
       head / (config.model.num_attention_heads / config.model.num_key_value_heads);
   const int64_t n = context.layout().tokens_per_rank(), dim = config.model.head_dim;
   const auto join = [&](const at::Tensor& shard, int64_t h) {
-    const at::Tensor part = shard.select(0, 0).select(1, h).to(at::kFloat).contiguous();  // [n, D]
+    const at::Tensor part =
+        shard.select(0, 0).select(1, h).to(at::kCPU, at::kFloat).contiguous();  // [n, D]
     const std::vector<float> all = job.gather_floats(part.data_ptr<float>(), part.numel());
     at::Tensor whole = at::zeros({context.layout().padded_len(), dim});
     for (int r = 0; r < resolved.cp_size; ++r) {

@@ -38,6 +38,47 @@ at::Tensor sum_over_chunks(const at::Tensor& hidden, const at::Tensor& weight,
   return sum.to(at::kFloat);
 }
 
+/// The same where products of bf16 give float32 (tensor cores): no float32 copy of the head or of hidden, and one chunk of float32
+/// logits, in which the gradient is made; it enters the products rounded to the head's type.
+at::Tensor sum_over_low_chunks(const at::Tensor& hidden, const at::Tensor& weight,
+                               const at::Tensor& labels, int64_t chunk_tokens,
+                               at::Tensor* hidden_gradient, at::Tensor* weight_gradient) {
+  at::Tensor sum = at::zeros({}, hidden.options().dtype(at::kDouble));
+  const int64_t most = std::min(chunk_tokens, hidden.size(0));
+  at::Tensor memory = at::empty({most, weight.size(0)}, hidden.options().dtype(at::kFloat));
+  for (int64_t begin = 0; begin < hidden.size(0); begin += chunk_tokens) {
+    const int64_t count = std::min(chunk_tokens, hidden.size(0) - begin);
+    const at::Tensor x = hidden.narrow(0, begin, count);
+    const at::Tensor y = labels.narrow(0, begin, count).unsqueeze(1);
+    const at::Tensor ignored = y.eq(data::kIgnored), target = y.masked_fill(ignored, 0);
+    at::Tensor logits = memory.narrow(0, 0, count);
+    at::mm_out(logits, x, weight.t(), at::kFloat);
+    const at::Tensor of_target = logits.gather(1, target), largest = logits.amax({1}, true);
+    logits.sub_(largest).exp_();
+    const at::Tensor total = logits.sum({1}, true);
+    const at::Tensor losses = total.log().add_(largest).sub_(of_target).masked_fill_(ignored, 0);
+    sum += losses.sum(at::kDouble);
+    if (hidden_gradient == nullptr) continue;
+    logits.div_(total);
+    logits.scatter_add_(1, target, at::full_like(target, -1, logits.options()));
+    const at::Tensor d = logits.masked_fill_(ignored, 0).to(weight.scalar_type());
+    at::Tensor rows = hidden_gradient->narrow(0, begin, count);
+    at::mm_out(rows, d, weight);
+    at::addmm_out(*weight_gradient, *weight_gradient, d.t(), x, at::kFloat);
+  }
+  return sum.to(at::kFloat);
+}
+
+bool multiplies_low(const at::Tensor& hidden) {
+  return hidden.is_cuda() && at::isReducedFloatingType(hidden.scalar_type());
+}
+
+at::Tensor summed(const at::Tensor& hidden, const at::Tensor& weight, const at::Tensor& labels,
+                  int64_t chunk_tokens, at::Tensor* hidden_gradient, at::Tensor* weight_gradient) {
+  const auto sum = multiplies_low(hidden) ? sum_over_low_chunks : sum_over_chunks;
+  return sum(hidden, weight, labels, chunk_tokens, hidden_gradient, weight_gradient);
+}
+
 class ChunkedLoss : public torch::autograd::Function<ChunkedLoss> {
  public:
   static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& hidden,
@@ -46,7 +87,7 @@ class ChunkedLoss : public torch::autograd::Function<ChunkedLoss> {
     at::Tensor hidden_gradient = at::empty_like(hidden);
     at::Tensor weight_gradient = at::zeros(weight.sizes(), weight.options().dtype(at::kFloat));
     at::Tensor sum =
-        sum_over_chunks(hidden, weight, labels, chunk_tokens, &hidden_gradient, &weight_gradient);
+        summed(hidden, weight, labels, chunk_tokens, &hidden_gradient, &weight_gradient);
     context->save_for_backward({hidden_gradient, weight_gradient.to(weight.scalar_type())});
     return sum;
   }
@@ -54,6 +95,13 @@ class ChunkedLoss : public torch::autograd::Function<ChunkedLoss> {
                                                  torch::autograd::variable_list upstream) {
     const auto saved = context->get_saved_variables();
     const at::Tensor& scale = upstream[0];
+    if (multiplies_low(saved[0])) {  // in place: hidden's is as large as a layer's input
+      MT_CHECK_SUPPORTED(context->saved_data.count("was_run") == 0,
+                         "loss: a second backward through one loss is not supported on a GPU");
+      context->saved_data["was_run"] = true;
+      at::Tensor hidden_gradient = saved[0], weight_gradient = saved[1];
+      return {hidden_gradient.mul_(scale), weight_gradient.mul_(scale), at::Tensor(), at::Tensor()};
+    }
     return {saved[0] * scale.to(saved[0].scalar_type()),
             saved[1] * scale.to(saved[1].scalar_type()), at::Tensor(), at::Tensor()};
   }
@@ -77,9 +125,9 @@ SummedLoss chunked_loss(const at::Tensor& hidden, const at::Tensor& weight,
   SummedLoss result;
   result.count = valid.sum().item<int64_t>();
   if (at::GradMode::is_enabled() && (hidden.requires_grad() || weight.requires_grad())) {
-    result.sum = ChunkedLoss::apply(hidden, weight, labels, chunk_tokens);
+    result.sum = ChunkedLoss::apply(hidden, weight, labels.to(hidden.device()), chunk_tokens);
   } else {
-    result.sum = sum_over_chunks(hidden, weight, labels, chunk_tokens, nullptr, nullptr);
+    result.sum = summed(hidden, weight, labels.to(hidden.device()), chunk_tokens, nullptr, nullptr);
   }
   return result;
 }

@@ -4,6 +4,7 @@
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/custom_function.h>
 
+#include <algorithm>
 #include <utility>
 
 #include "mtraining/base/check.h"
@@ -20,12 +21,16 @@ struct LayerPass : torch::CustomClassHolder {
   Recompute mode = Recompute::kLayer;
   TwiceAttend attend;
   model::PartObserver observe;
+  HostLayers* host = nullptr;
   int64_t layer = 0;
   model::RopeTable rope;  ///< all layers share it
   std::shared_ptr<const index::Index> index;
 
   const model::LayerParameters& parameters() const { return decoder->parameters().layers[layer]; }
+  bool is_away() const { return host != nullptr && host->holds(layer); }
 };
+
+constexpr size_t kKeptTensors = 4;  // a layer's input, attention's out, lse and residual
 
 class RecomputedLayer : public torch::autograd::Function<RecomputedLayer> {
  public:
@@ -41,6 +46,9 @@ class RecomputedLayer : public torch::autograd::Function<RecomputedLayer> {
     pass->index = std::move(kept.index);
     if (pass->mode == Recompute::kLayer) kept.result = {};
     variable_list saved{h, kept.result.out, kept.result.lse, kept.result.out_residual};
+    if (pass->is_away()) {
+      pass->host->put(pass->layer, std::exchange(saved, variable_list(kKeptTensors)));
+    }
     saved.insert(saved.end(), weights.begin(), weights.end());
     context->save_for_backward(std::move(saved));
     context->saved_data["pass"] = c10::IValue::make_capsule(pass);
@@ -50,11 +58,16 @@ class RecomputedLayer : public torch::autograd::Function<RecomputedLayer> {
   static variable_list backward(AutogradContext* context, const variable_list& upstream) {
     const auto pass =
         c10::static_intrusive_pointer_cast<LayerPass>(context->saved_data["pass"].toCapsule());
-    const variable_list saved = context->get_saved_variables();
+    variable_list saved = context->get_saved_variables();
+    if (pass->is_away()) {
+      variable_list back = pass->host->take(pass->layer);
+      std::move(back.begin(), back.end(), saved.begin());
+    }
+    if (pass->host != nullptr) pass->host->fetch(pass->layer - 1);
     const KeptAttention kept{pass->index, {saved[1], saved[2], saved[3]}};
     variable_list inputs;
     for (size_t i = 0; i < saved.size(); ++i) {
-      if (i == 0 || i > 3) inputs.push_back(saved[i].detach().requires_grad_(true));
+      if (i == 0 || i >= kKeptTensors) inputs.push_back(saved[i].detach().requires_grad_(true));
     }
     at::Tensor out;
     {
@@ -76,15 +89,16 @@ class RecomputedLayer : public torch::autograd::Function<RecomputedLayer> {
 }  // namespace
 
 model::RunLayer recomputed_layers(const model::Decoder& decoder, Recompute mode, TwiceAttend attend,
-                                  model::PartObserver observe) {
+                                  model::PartObserver observe, HostLayers* host) {
   MT_ASSERT(mode != Recompute::kNone, "recompute \"none\" keeps everything");
-  return [&decoder, mode, attend = std::move(attend), observe = std::move(observe)](
+  return [&decoder, mode, host, attend = std::move(attend), observe = std::move(observe)](
              int64_t layer, const at::Tensor& h, const model::RopeTable& rope) {
     auto pass = c10::make_intrusive<LayerPass>();
     pass->decoder = &decoder;
     pass->mode = mode;
     pass->attend = attend;
     pass->observe = observe;
+    pass->host = host;
     pass->layer = layer;
     pass->rope = rope;
     const variable_list weights = pass->parameters().tensors();

@@ -15,6 +15,7 @@
 
 #include "mtraining/attention/ring_attention.h"
 #include "mtraining/model/decoder.h"
+#include "mtraining/train/host_layers.h"
 
 namespace mtraining::train {
 
@@ -38,9 +39,9 @@ struct TwiceAttend {
       again;
 };
 
-/// The decoder must outlive the graph. `observe` hears of the second runs as part "recompute". Errors: InternalError for kNone,
-/// which needs none of this.
+/// The decoder and `host` must outlive the graph. `observe` hears of the second runs as part "recompute". Layers that `host` holds
+/// (null: none) keep there what the mode keeps. Errors: InternalError for kNone, which needs none of this.
 model::RunLayer recomputed_layers(const model::Decoder& decoder, Recompute mode, TwiceAttend attend,
-                                  model::PartObserver observe = {});
+                                  model::PartObserver observe = {}, HostLayers* host = nullptr);
 
 }  // namespace mtraining::train

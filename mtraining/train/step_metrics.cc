@@ -1,6 +1,7 @@
 #include <algorithm>
 
 #include "mtraining/base/check.h"
+#include "mtraining/train/device.h"
 #include "mtraining/train/imbalance.h"
 #include "mtraining/train/trainer_state.h"
 
@@ -13,8 +14,9 @@ double Trainer::State::gather_metrics(const StepUnderWay& step, const AttendRequ
   const auto gathered = job.gather(
       {step.data_wait_s,
        static_cast<double>(context.bytes_sent() + job.bytes_sent() - step.bytes_before),
-       static_cast<double>(peak_resident_bytes()), static_cast<double>(work.size()),
-       seen.mean_density(), static_cast<double>(seen.heads_dense),
+       static_cast<double>(resolved.device.is_cpu() ? peak_resident_bytes()
+                                                    : peak_memory(resolved.device).reserved),
+       static_cast<double>(work.size()), seen.mean_density(), static_cast<double>(seen.heads_dense),
        static_cast<double>(seen.caps_hit), stop != nullptr && stop->load() ? 1.0 : 0.0,
        save_is_due() ? 1.0 : 0.0, static_cast<double>(trace::now_us() - step.begin_us) * 1e-6,
        static_cast<double>(seen.columns_per_step), seen.pairs,

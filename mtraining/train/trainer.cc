@@ -4,6 +4,7 @@
 #include <filesystem>
 
 #include "mtraining/base/check.h"
+#include "mtraining/train/device.h"
 #include "mtraining/train/run_files.h"
 #include "mtraining/train/trainer_state.h"
 
@@ -21,6 +22,7 @@ constexpr int64_t kMostSkipped = 10;
 Trainer::Trainer(const RunConfig& config, const ResolvedRun& resolved, comm::Transport& transport,
                  const std::filesystem::path& resume) {
   Fault::from_environment(transport.rank()).strike("start", 0);
+  enter_device(resolved.device);
   state_ = std::make_unique<State>(config, resolved, transport, resume);
 }
 Trainer::~Trainer() = default;
@@ -39,6 +41,7 @@ trace::StepMetrics Trainer::step(
   State& s = *state_;
   const TensorMemory::Scope scope(s.memory);
   s.memory.reset_peak();
+  reset_peak_memory(s.resolved.device);
   StepUnderWay under_way{trace::now_us(), s.context.bytes_sent() + s.job.bytes_sent()};
   s.recording = s.config.trace.chrome && step + 1 >= s.config.trace.first_step &&
                 step + 1 < s.config.trace.first_step + s.config.trace.steps;
@@ -78,7 +81,7 @@ trace::StepMetrics Trainer::step(
   s.position.kept_samples = s.whole_micro_steps = 0;
 
   const int64_t reduce_us = trace::now_us();
-  if (s.fault.poisons(step + 1)) s.share->gradient().fill_(std::nan(""));
+  if (s.fault.poisons("gradient", step + 1)) s.share->gradient().fill_(std::nan(""));
   s.job.sum(totals);
   s.share->reduce_gradient();
   s.span("reduce", "step", reduce_us, step);
@@ -94,6 +97,7 @@ trace::StepMetrics Trainer::step(
   std::vector<double> squares{optim::sum_of_squares(s.share->gradient())};
   if (s.share->is_sharded()) s.job.sum(squares);
   m.grad_norm = std::sqrt(squares[0]) * per_token;
+  if (s.fault.poisons("norm", step + 1)) m.grad_norm = std::nan("");
   m.lr = optim::learning_rate(s.config.optim.schedule, step);
   const bool skip = s.job.any(!std::isfinite(m.grad_norm) || !std::isfinite(m.loss));
   if (skip) {

@@ -21,6 +21,7 @@
 #include "mtraining/trace/chrome_trace.h"
 #include "mtraining/train/attention_layers.h"
 #include "mtraining/train/fault.h"
+#include "mtraining/train/host_layers.h"
 #include "mtraining/train/job.h"
 #include "mtraining/train/loss.h"
 #include "mtraining/train/run_state.h"
@@ -53,6 +54,7 @@ struct Trainer::State {
   std::unique_ptr<optim::ParameterShare> share;
   optim::AdamW adamw;
   AttentionLayers layers;
+  HostLayers host_layers;
   Fault fault;
   RunState run_state;
   StopPoll stop_poll;

@@ -1,0 +1,61 @@
+// HostLayers: what the first layers keep between forward and backward, in pinned host memory.
+//
+// In:   a layer's tensors in forward. Out: the same bytes on the device in backward, on their way since the layer after it began.
+// Next: recompute.h.
+//
+// Copies run on a stream of their own beside the layers' kernels. The host never waits and tensors are freed in the order of the
+// current stream: one that is put away is held until the layer after the next comes, when its copy is long done. Host memory is
+// allocated at a layer's first turn and stays: a train step allocates none of it again. On the CPU the tensors are kept as they are.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Event.h>
+#include <c10/core/Stream.h>
+
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <optional>
+#include <vector>
+
+namespace mtraining::train {
+
+class HostLayers {
+ public:
+  /// Of layers 0 .. count - 1. One thread at a time.
+  HostLayers(at::Device device, int64_t count);
+
+  bool holds(int64_t layer) const { return layer >= 0 && layer < count_; }
+  /// Undefined tensors stay undefined. A layer's tensors are of the same sizes each time.
+  void put(int64_t layer, std::vector<at::Tensor> tensors);
+  /// Once a put(); the current stream waits for the bytes.
+  std::vector<at::Tensor> take(int64_t layer);
+  /// Begins to bring a layer back, where it has been put away; else nothing.
+  void fetch(int64_t layer);
+  /// Forgets what a pass that was given up has left.
+  void clear();
+  int64_t host_bytes() const;
+
+ private:
+  struct Kept {
+    std::vector<at::Tensor> memory;  ///< pinned bytes, pieces of powers of two
+    std::vector<at::Tensor>
+        shapes;  ///< on the meta device: sizes and types; undefined where nothing was
+    std::vector<at::Tensor> tensors;     ///< on the CPU what was put; else what comes back
+    std::optional<c10::Event> returned;  ///< of the copies into `tensors`
+    bool is_away = false;
+  };
+  struct Leaving {
+    std::vector<at::Tensor> tensors;
+    c10::Event copied;
+  };
+  void release_left();
+
+  at::Device device_;
+  int64_t count_;
+  std::optional<c10::Stream> copies_;
+  std::map<int64_t, Kept> kept_;
+  std::deque<Leaving> leaving_;
+};
+
+}  // namespace mtraining::train

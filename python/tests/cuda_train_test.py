@@ -1,0 +1,236 @@
+"""mtraining train on a GPU: its losses beside the CPU's, repeats, resume, what is kept where, what a step needs, what is refused.
+
+Marked cuda: left out where there is no GPU. Runs are short and shared: a run is made when a case first asks for it.
+"""
+
+import functools
+import itertools
+import json
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+from mtraining.prepare import write_token_file
+
+from python.tests.conftest import assert_one_sentence, clean_environment
+
+pytestmark = pytest.mark.cuda
+
+CONFIG = """
+[model]
+vocab_size = 512
+hidden_size = 256
+intermediate_size = 704
+num_hidden_layers = 4
+num_attention_heads = 4
+num_key_value_heads = 2
+head_dim = 64
+initializer_range = 0.05
+embedding_initializer_range = 0.3
+dtype = "bf16"
+
+[data]
+train = "{data}"
+valid = "{data}"
+shuffle_seed = 3
+
+[attention]
+pattern = "vertical_slash"
+dense_threshold = 1.0
+
+[train]
+seq_len = 2048
+steps = 20
+preflight = false
+recall_every = 0
+
+[optim]
+lr = 1e-3
+warmup_steps = 4
+
+[eval]
+batches = 1
+
+[trace]
+chrome = false
+"""
+
+
+class Runs:
+    """Runs of one small model, by the flags that differ; each is made once."""
+
+    def __init__(self, binary: Path, folder: Path):
+        self.binary, self.folder = binary, folder
+        self.data = folder / "tokens"
+        random = np.random.default_rng(7)
+        ids = random.integers(0, 512, 60_000)
+        follows = (
+            random.random(ids.size) < 0.7
+        )  # a language that a small model learns in a few steps
+        for i in range(1, ids.size):
+            if follows[i]:
+                ids[i] = (ids[i - 1] * 5 + 3) % 512
+        write_token_file(self.data, [ids])
+        self.config = folder / "small.toml"
+        self.config.write_text(CONFIG.format(data=self.data))
+        self.count = itertools.count()
+
+    def command(self, out: Path, *flags: str) -> list[str]:
+        return [str(self.binary), "train", "--config", str(self.config), "--out", str(out), *flags]
+
+    def start(self, out: Path, *flags: str, **environment: str) -> subprocess.CompletedProcess:
+        return subprocess.run(
+            self.command(out, *flags),
+            cwd=self.folder,
+            env={**clean_environment(), **environment},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+
+    @functools.cache  # noqa: B019 lives as long as the module's fixture
+    def out(self, *flags: str) -> Path:
+        out = self.folder / f"run{next(self.count)}"
+        result = self.start(out, *flags)
+        assert result.returncode == 0, result.stderr
+        return out
+
+    def rows(self, *flags: str) -> list[dict]:
+        return rows(self.out(*flags))
+
+    def losses(self, *flags: str) -> np.ndarray:
+        return np.array([row["loss"] for row in self.rows(*flags)])
+
+
+def rows(out: Path) -> list[dict]:
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def weights(out: Path) -> bytes:
+    last = sorted((out / "checkpoints").glob("step-*"))[-1]
+    return (last / "model.safetensors").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def runs(binary: Path, tmp_path_factory) -> Runs:
+    return Runs(binary, tmp_path_factory.mktemp("cuda_train"))
+
+
+CUDA = ("--train.device", "cuda")
+
+
+def test_losses_are_the_cpus(runs):
+    on_cpu, on_gpu = runs.losses("--train.device", "cpu"), runs.losses(*CUDA)
+    print("cpu", on_cpu, "gpu", on_gpu)
+    assert on_gpu[-1] < on_gpu[0] - 0.5  # it learns
+    np.testing.assert_allclose(on_gpu, on_cpu, rtol=1e-3)
+    valid = [runs.rows(*flags)[-1]["valid_loss"] for flags in (("--train.device", "cpu"), CUDA)]
+    np.testing.assert_allclose(valid[1], valid[0], rtol=2e-3)
+
+
+def test_a_gpu_that_is_there_is_taken_where_the_file_names_no_device(runs):
+    assert (runs.out(*CUDA) / "config.toml").read_text().count('device = "cuda"') == 1
+    out = runs.out("--train.steps", "1")
+    assert 'device = "cuda"' in (out / "config.toml").read_text()
+    assert runs.losses("--train.steps", "1")[0] == runs.losses(*CUDA)[0]
+
+
+def test_repeats_are_bitwise_equal(runs):
+    again = runs.folder / "again"
+    assert runs.start(again, *CUDA).returncode == 0
+    assert [row["loss"] for row in rows(again)] == list(runs.losses(*CUDA))
+    assert weights(again) == weights(runs.out(*CUDA))
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        (),
+        ("--parallel.offload_optimizer", "true", "--parallel.zero", "2"),
+        ("--train.recompute", "layer", "--train.offload_layers", "3"),
+    ],
+)
+def test_a_resumed_run_is_the_uninterrupted_one(runs, flags):
+    flags = (*CUDA, *flags)
+    out = runs.folder / f"resumed{len(flags)}{len(''.join(flags))}"
+    half = runs.start(out, *flags, "--train.steps", "10")
+    assert half.returncode == 0, half.stderr
+    rest = runs.start(out, *flags)
+    assert rest.returncode == 0, rest.stderr
+    assert [row["loss"] for row in rows(out)] == list(runs.losses(*flags))
+    assert weights(out) == weights(runs.out(*flags))
+
+
+RECOMPUTED = [
+    ("--train.recompute", "layer"),
+    ("--train.recompute", "except_attention"),
+    ("--train.recompute", "layer", "--train.offload_layers", "3"),
+    ("--train.recompute", "except_attention", "--train.offload_layers", "4"),
+]
+
+
+@pytest.mark.parametrize("flags", RECOMPUTED)
+def test_what_is_made_again_or_kept_in_host_memory_has_the_same_bits(runs, flags):
+    assert list(runs.losses(*CUDA, *flags)) == list(runs.losses(*CUDA))
+    assert weights(runs.out(*CUDA, *flags)) == weights(runs.out(*CUDA))
+
+
+def test_recomputation_and_offload_save_memory(runs):
+    def peak(*flags):
+        return runs.rows(*CUDA, *flags)[-1]["peak_tensor_bytes"]
+
+    layer, kept, away = peak(*RECOMPUTED[0]), peak(*RECOMPUTED[1]), peak(*RECOMPUTED[2])
+    assert peak() > kept > layer, (peak(), kept, layer)
+    assert away <= layer, (away, layer)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--parallel.offload_optimizer", "true"),
+        ("--parallel.zero", "2"),
+        ("--parallel.zero", "2", "--parallel.offload_optimizer", "true"),
+        ("--parallel.offload_optimizer", "true", "--parallel.optimizer_threads", "3"),
+    ],
+)
+def test_where_the_optimizer_lives_changes_little(runs, flags):
+    """torch's update on the host rounds otherwise than on the device."""
+    np.testing.assert_allclose(runs.losses(*CUDA, *flags), runs.losses(*CUDA), rtol=2e-4)
+
+
+@pytest.mark.parametrize(
+    "flags", [(), ("--train.recompute", "layer", "--train.offload_layers", "2")]
+)
+def test_memory_does_not_grow_with_steps(runs, flags):
+    dense = (*CUDA, "--attention.pattern", "dense", *flags)
+    peaks = [row["peak_tensor_bytes"] for row in runs.rows(*dense)]
+    reserved = [row["peak_memory_bytes"] for row in runs.rows(*dense)]
+    assert peaks[1] == peaks[4] == peaks[19], peaks
+    assert reserved[1] == reserved[4] == reserved[19], reserved
+    assert reserved[4] >= peaks[4]
+
+
+def test_accumulation_and_bf16_gradients(runs):
+    whole = runs.losses(*CUDA, "--train.global_batch_size", "2", "--train.micro_batch_size", "2")
+    parts = runs.losses(*CUDA, "--train.global_batch_size", "2")
+    np.testing.assert_allclose(parts, whole, rtol=1e-3)
+    low = runs.losses(*CUDA, "--train.global_batch_size", "2", "--optim.grad_dtype", "bf16")
+    np.testing.assert_allclose(low, whole, rtol=2e-3)
+
+
+def test_what_a_machine_without_gpus_is_told(runs):
+    result = runs.start(runs.folder / "none", *CUDA, CUDA_VISIBLE_DEVICES="")
+    assert_one_sentence(result, "train.device", "needs a GPU", "got 0")
+    assert not (runs.folder / "none").exists()
+
+
+def test_more_ranks_than_gpus_are_refused(runs):
+    result = runs.start(runs.folder / "many", *CUDA, "--nproc", "64")
+    assert_one_sentence(result, "train.device", "64 ranks")
+
+
+def test_float32_is_refused_on_a_gpu(runs):
+    result = runs.start(runs.folder / "wide", *CUDA, "--model.dtype", "float32")
+    assert_one_sentence(result, "train.device", "bf16", "float32")
