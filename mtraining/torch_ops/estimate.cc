@@ -116,13 +116,13 @@ IndexTensors build_index(const at::Tensor& q, const at::Tensor& k,
 std::tuple<at::Tensor, at::Tensor> measure_recall(const at::Tensor& q, const at::Tensor& k,
                                                   const IndexTensors& index,
                                                   const at::Tensor& document_starts,
-                                                  double softmax_scale, int64_t last_q,
-                                                  std::string_view window, int64_t rows,
+                                                  double softmax_scale,
+                                                  const pattern::VerticalSlashOptions& options,
                                                   int64_t seed) {
   const WholeSequence whole(q, k, document_starts, softmax_scale);
-  const pattern::Recall recall = pattern::measure_recall(
-      whole.local, recall_options(last_q, window, rows), from_tensors(index, q.size(1)),
-      *whole.group, static_cast<uint64_t>(seed));
+  const pattern::Recall recall =
+      pattern::measure_recall(whole.local, options, from_tensors(index, q.size(1)), *whole.group,
+                              static_cast<uint64_t>(seed));
   at::Tensor sampled = at::empty({q.size(0), q.size(2)}, at::kDouble);
   std::copy(recall.by_head.begin(), recall.by_head.end(), sampled.mutable_data_ptr<double>());
   return {at::full({q.size(0), q.size(2)}, recall.window, at::kDouble), sampled};

@@ -39,8 +39,8 @@ IndexTensors build_index(const at::Tensor& q, const at::Tensor& k,
 std::tuple<at::Tensor, at::Tensor> measure_recall(const at::Tensor& q, const at::Tensor& k,
                                                   const IndexTensors& index,
                                                   const at::Tensor& document_starts,
-                                                  double softmax_scale, int64_t last_q,
-                                                  std::string_view window, int64_t rows,
+                                                  double softmax_scale,
+                                                  const pattern::VerticalSlashOptions& options,
                                                   int64_t seed);
 /// bool [B, H, S, S]. Cost: B H S^2 bytes.
 at::Tensor index_mask(const IndexTensors& index, const at::Tensor& document_starts,

@@ -60,6 +60,12 @@ struct Named {
   const Tensor& tensor;
 };
 
+/// The index of a call as its schema has it.
+struct GivenIndex {
+  const Tensor &diagonals, &num_diagonals, &columns, &num_columns;
+  IndexTensors tensors() const { return {diagonals, num_diagonals, columns, num_columns, {}, {}}; }
+};
+
 /// A call whose tensors lie on several devices reaches the kernels of one of them; none may read the others' memory.
 void check_devices(Named first, std::initializer_list<Named> others) {
   in_python_terms([&] {
@@ -75,220 +81,132 @@ void check_devices(Named first, std::initializer_list<Named> others) {
   });
 }
 
-// ---------------------------------------------------------------- CPU
-AttendInputs inputs_of(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& diagonals,
+void check_devices(Named first, std::initializer_list<Named> others, const GivenIndex& index,
+                   const MaybeTensor& document_starts) {
+  check_devices(first, others);
+  check_devices(first, {{"diagonals", index.diagonals},
+                        {"num_diagonals", index.num_diagonals},
+                        {"columns", index.columns},
+                        {"num_columns", index.num_columns},
+                        {"document_starts", or_undefined(document_starts)}});
+}
+
+// ---------------------------------------------------------------- what runs on them
+/// The functions behind the operators, by where their tensors are.
+struct OnCpu {
+  static constexpr auto build_index = &torch_ops::build_index;
+  static constexpr auto attend = &torch_ops::attend;
+  static constexpr auto attend_backward = &torch_ops::attend_backward;
+  static constexpr auto index_mask = &torch_ops::index_mask;
+  static constexpr auto index_pairs = &torch_ops::index_pairs;
+  static constexpr auto measure_recall = &torch_ops::measure_recall;
+};
+#ifdef MT_WITH_CUDA
+struct OnGpu {
+  static constexpr auto build_index = &build_index_on_device;
+  static constexpr auto attend = &attend_on_device;
+  static constexpr auto attend_backward = &attend_backward_on_device;
+  static constexpr auto index_mask = &index_mask_on_device;
+  static constexpr auto index_pairs = &index_pairs_on_device;
+  static constexpr auto measure_recall = &measure_recall_on_device;
+};
+#endif
+
+template <typename Where>
+AttendResult attend_op(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& diagonals,
                        const Tensor& num_diagonals, const Tensor& columns,
                        const Tensor& num_columns, const MaybeTensor& document_starts,
                        double softmax_scale) {
-  return {q,
-          k,
-          v,
-          {diagonals, num_diagonals, columns, num_columns, {}, {}},
-          or_undefined(document_starts),
-          softmax_scale};
-}
-
-AttendResult attend_cpu(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& diagonals,
-                        const Tensor& num_diagonals, const Tensor& columns,
-                        const Tensor& num_columns, const MaybeTensor& document_starts,
-                        double softmax_scale) {
-  check_devices({"q", q}, {{"k", k},
-                           {"v", v},
-                           {"diagonals", diagonals},
-                           {"num_diagonals", num_diagonals},
-                           {"columns", columns},
-                           {"num_columns", num_columns},
-                           {"document_starts", or_undefined(document_starts)}});
+  const GivenIndex index{diagonals, num_diagonals, columns, num_columns};
+  check_devices({"q", q}, {{"k", k}, {"v", v}}, index, document_starts);
   return in_python_terms([&]() -> AttendResult {
-    const Attended result = attend(inputs_of(q, k, v, diagonals, num_diagonals, columns,
-                                             num_columns, document_starts, softmax_scale));
+    const Attended result =
+        Where::attend({q, k, v, index.tensors(), or_undefined(document_starts), softmax_scale});
     return {result.out, result.lse, result.out_residual};
   });
 }
 
-Gradients attend_backward_cpu(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
-                              const Tensor& out, const Tensor& lse, const Tensor& out_residual,
-                              const Tensor& diagonals, const Tensor& num_diagonals,
-                              const Tensor& columns, const Tensor& num_columns,
-                              const MaybeTensor& document_starts, double softmax_scale) {
-  check_devices({"q", q}, {{"k", k},
-                           {"v", v},
-                           {"dout", dout},
-                           {"out", out},
-                           {"lse", lse},
-                           {"out_residual", out_residual},
-                           {"diagonals", diagonals},
-                           {"num_diagonals", num_diagonals},
-                           {"columns", columns},
-                           {"num_columns", num_columns},
-                           {"document_starts", or_undefined(document_starts)}});
+template <typename Where>
+Gradients attend_backward_op(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
+                             const Tensor& out, const Tensor& lse, const Tensor& out_residual,
+                             const Tensor& diagonals, const Tensor& num_diagonals,
+                             const Tensor& columns, const Tensor& num_columns,
+                             const MaybeTensor& document_starts, double softmax_scale) {
+  const GivenIndex index{diagonals, num_diagonals, columns, num_columns};
+  check_devices({"q", q},
+                {{"k", k},
+                 {"v", v},
+                 {"dout", dout},
+                 {"out", out},
+                 {"lse", lse},
+                 {"out_residual", out_residual}},
+                index, document_starts);
   return in_python_terms([&] {
-    return attend_backward(inputs_of(q, k, v, diagonals, num_diagonals, columns, num_columns,
-                                     document_starts, softmax_scale),
-                           dout, {out, lse, out_residual});
+    return Where::attend_backward(
+        {q, k, v, index.tensors(), or_undefined(document_starts), softmax_scale}, dout,
+        {out, lse, out_residual});
   });
 }
 
-BuiltIndex build_index_cpu(const Tensor& q, const Tensor& k, const MaybeTensor& document_starts,
-                           double softmax_scale, double p_vertical, double p_slash, int64_t last_q,
-                           std::string_view window, std::string_view slash_pooling,
-                           std::string_view selection, int64_t sink_tokens, int64_t local_blocks,
-                           std::optional<int64_t> max_columns, std::optional<int64_t> max_diagonals,
-                           double dense_threshold, double recall_floor, int64_t recall_rows) {
+template <typename Where>
+BuiltIndex build_index_op(const Tensor& q, const Tensor& k, const MaybeTensor& document_starts,
+                          double softmax_scale, double p_vertical, double p_slash, int64_t last_q,
+                          std::string_view window, std::string_view slash_pooling,
+                          std::string_view selection, int64_t sink_tokens, int64_t local_blocks,
+                          std::optional<int64_t> max_columns, std::optional<int64_t> max_diagonals,
+                          double dense_threshold, double recall_floor, int64_t recall_rows) {
   check_devices({"q", q}, {{"k", k}, {"document_starts", or_undefined(document_starts)}});
   return in_python_terms([&]() -> BuiltIndex {
     const IndexTensors index =
-        build_index(q, k, or_undefined(document_starts), softmax_scale,
-                    make_options(p_vertical, p_slash, last_q, window, slash_pooling, selection,
-                                 sink_tokens, local_blocks, max_columns, max_diagonals,
-                                 dense_threshold, recall_floor, recall_rows));
+        Where::build_index(q, k, or_undefined(document_starts), softmax_scale,
+                           make_options(p_vertical, p_slash, last_q, window, slash_pooling,
+                                        selection, sink_tokens, local_blocks, max_columns,
+                                        max_diagonals, dense_threshold, recall_floor, recall_rows));
     return {index.diagonals,   index.num_diagonals, index.columns,
             index.num_columns, index.dense_heads,   index.caps_hit};
   });
 }
 
-Recalled recall_cpu(const Tensor& q, const Tensor& k, const Tensor& diagonals,
-                    const Tensor& num_diagonals, const Tensor& columns, const Tensor& num_columns,
-                    const MaybeTensor& document_starts, double softmax_scale, int64_t last_q,
-                    std::string_view window, int64_t rows, int64_t seed) {
-  check_devices({"q", q}, {{"k", k},
-                           {"diagonals", diagonals},
-                           {"num_diagonals", num_diagonals},
-                           {"columns", columns},
-                           {"num_columns", num_columns},
-                           {"document_starts", or_undefined(document_starts)}});
+template <typename Where>
+Recalled recall_op(const Tensor& q, const Tensor& k, const Tensor& diagonals,
+                   const Tensor& num_diagonals, const Tensor& columns, const Tensor& num_columns,
+                   const MaybeTensor& document_starts, double softmax_scale, int64_t last_q,
+                   std::string_view window, int64_t rows, int64_t seed) {
+  const GivenIndex index{diagonals, num_diagonals, columns, num_columns};
+  check_devices({"q", q}, {{"k", k}}, index, document_starts);
   return in_python_terms([&] {
-    return measure_recall(q, k, {diagonals, num_diagonals, columns, num_columns, {}, {}},
-                          or_undefined(document_starts), softmax_scale, last_q, window, rows, seed);
+    return Where::measure_recall(q, k, index.tensors(), or_undefined(document_starts),
+                                 softmax_scale, recall_options(last_q, window, rows), seed);
   });
 }
 
-Tensor index_mask_cpu(const Tensor& diagonals, const Tensor& num_diagonals, const Tensor& columns,
-                      const Tensor& num_columns, const MaybeTensor& document_starts,
-                      int64_t seq_len) {
-  check_devices({"diagonals", diagonals}, {{"num_diagonals", num_diagonals},
-                                           {"columns", columns},
-                                           {"num_columns", num_columns},
-                                           {"document_starts", or_undefined(document_starts)}});
-  return in_python_terms([&] {
-    return index_mask({diagonals, num_diagonals, columns, num_columns, {}, {}},
-                      or_undefined(document_starts), seq_len);
-  });
+template <typename Where>
+Tensor index_mask_op(const Tensor& diagonals, const Tensor& num_diagonals, const Tensor& columns,
+                     const Tensor& num_columns, const MaybeTensor& document_starts,
+                     int64_t seq_len) {
+  const GivenIndex index{diagonals, num_diagonals, columns, num_columns};
+  check_devices({"diagonals", diagonals}, {}, index, document_starts);
+  return in_python_terms(
+      [&] { return Where::index_mask(index.tensors(), or_undefined(document_starts), seq_len); });
 }
 
-Tensor index_pairs_cpu(const Tensor& diagonals, const Tensor& num_diagonals, const Tensor& columns,
-                       const Tensor& num_columns, int64_t seq_len) {
-  check_devices(
-      {"diagonals", diagonals},
-      {{"num_diagonals", num_diagonals}, {"columns", columns}, {"num_columns", num_columns}});
-  return in_python_terms([&] {
-    return index_pairs({diagonals, num_diagonals, columns, num_columns, {}, {}}, seq_len);
-  });
+template <typename Where>
+Tensor index_pairs_op(const Tensor& diagonals, const Tensor& num_diagonals, const Tensor& columns,
+                      const Tensor& num_columns, int64_t seq_len) {
+  const GivenIndex index{diagonals, num_diagonals, columns, num_columns};
+  check_devices({"diagonals", diagonals}, {}, index, {});
+  return in_python_terms([&] { return Where::index_pairs(index.tensors(), seq_len); });
 }
 
-#ifdef MT_WITH_CUDA
-// ---------------------------------------------------------------- a GPU
-AttendResult attend_cuda(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& diagonals,
-                         const Tensor& num_diagonals, const Tensor& columns,
-                         const Tensor& num_columns, const MaybeTensor& document_starts,
-                         double softmax_scale) {
-  check_devices({"q", q}, {{"k", k},
-                           {"v", v},
-                           {"diagonals", diagonals},
-                           {"num_diagonals", num_diagonals},
-                           {"columns", columns},
-                           {"num_columns", num_columns},
-                           {"document_starts", or_undefined(document_starts)}});
-  return in_python_terms([&]() -> AttendResult {
-    const Attended result = attend_on_device(inputs_of(
-        q, k, v, diagonals, num_diagonals, columns, num_columns, document_starts, softmax_scale));
-    return {result.out, result.lse, result.out_residual};
-  });
+template <typename Where>
+void register_ops(torch::Library& m) {
+  m.impl("build_index", &build_index_op<Where>);
+  m.impl("attend", &attend_op<Where>);
+  m.impl("attend_backward", &attend_backward_op<Where>);
+  m.impl("recall", &recall_op<Where>);
+  m.impl("index_mask", &index_mask_op<Where>);
+  m.impl("index_pairs", &index_pairs_op<Where>);
 }
-
-Gradients attend_backward_cuda(const Tensor& dout, const Tensor& q, const Tensor& k,
-                               const Tensor& v, const Tensor& out, const Tensor& lse,
-                               const Tensor& out_residual, const Tensor& diagonals,
-                               const Tensor& num_diagonals, const Tensor& columns,
-                               const Tensor& num_columns, const MaybeTensor& document_starts,
-                               double softmax_scale) {
-  check_devices({"q", q}, {{"k", k},
-                           {"v", v},
-                           {"dout", dout},
-                           {"out", out},
-                           {"lse", lse},
-                           {"out_residual", out_residual},
-                           {"diagonals", diagonals},
-                           {"num_diagonals", num_diagonals},
-                           {"columns", columns},
-                           {"num_columns", num_columns},
-                           {"document_starts", or_undefined(document_starts)}});
-  return in_python_terms([&] {
-    return attend_backward_on_device(inputs_of(q, k, v, diagonals, num_diagonals, columns,
-                                               num_columns, document_starts, softmax_scale),
-                                     dout, {out, lse, out_residual});
-  });
-}
-
-BuiltIndex build_index_cuda(const Tensor& q, const Tensor& k, const MaybeTensor& document_starts,
-                            double softmax_scale, double p_vertical, double p_slash, int64_t last_q,
-                            std::string_view window, std::string_view slash_pooling,
-                            std::string_view selection, int64_t sink_tokens, int64_t local_blocks,
-                            std::optional<int64_t> max_columns,
-                            std::optional<int64_t> max_diagonals, double dense_threshold,
-                            double recall_floor, int64_t recall_rows) {
-  check_devices({"q", q}, {{"k", k}, {"document_starts", or_undefined(document_starts)}});
-  return in_python_terms([&]() -> BuiltIndex {
-    const IndexTensors index = build_index_on_device(
-        q, k, or_undefined(document_starts), softmax_scale,
-        make_options(p_vertical, p_slash, last_q, window, slash_pooling, selection, sink_tokens,
-                     local_blocks, max_columns, max_diagonals, dense_threshold, recall_floor,
-                     recall_rows));
-    return {index.diagonals,   index.num_diagonals, index.columns,
-            index.num_columns, index.dense_heads,   index.caps_hit};
-  });
-}
-
-Recalled recall_cuda(const Tensor& q, const Tensor& k, const Tensor& diagonals,
-                     const Tensor& num_diagonals, const Tensor& columns, const Tensor& num_columns,
-                     const MaybeTensor& document_starts, double softmax_scale, int64_t last_q,
-                     std::string_view window, int64_t rows, int64_t seed) {
-  check_devices({"q", q}, {{"k", k},
-                           {"diagonals", diagonals},
-                           {"num_diagonals", num_diagonals},
-                           {"columns", columns},
-                           {"num_columns", num_columns},
-                           {"document_starts", or_undefined(document_starts)}});
-  return in_python_terms([&] {
-    return measure_recall_on_device(q, k, {diagonals, num_diagonals, columns, num_columns, {}, {}},
-                                    or_undefined(document_starts), softmax_scale,
-                                    recall_options(last_q, window, rows), seed);
-  });
-}
-
-Tensor index_mask_cuda(const Tensor& diagonals, const Tensor& num_diagonals, const Tensor& columns,
-                       const Tensor& num_columns, const MaybeTensor& document_starts,
-                       int64_t seq_len) {
-  check_devices({"diagonals", diagonals}, {{"num_diagonals", num_diagonals},
-                                           {"columns", columns},
-                                           {"num_columns", num_columns},
-                                           {"document_starts", or_undefined(document_starts)}});
-  return in_python_terms([&] {
-    return index_mask_on_device({diagonals, num_diagonals, columns, num_columns, {}, {}},
-                                or_undefined(document_starts), seq_len);
-  });
-}
-
-Tensor index_pairs_cuda(const Tensor& diagonals, const Tensor& num_diagonals, const Tensor& columns,
-                        const Tensor& num_columns, int64_t seq_len) {
-  check_devices(
-      {"diagonals", diagonals},
-      {{"num_diagonals", num_diagonals}, {"columns", columns}, {"num_columns", num_columns}});
-  return in_python_terms([&] {
-    return index_pairs_on_device({diagonals, num_diagonals, columns, num_columns, {}, {}}, seq_len);
-  });
-}
-#endif  // MT_WITH_CUDA
 
 // ---------------------------------------------------------------- shapes
 at::ScalarType state_of(const Tensor& q) {
@@ -301,13 +219,8 @@ Tensor empty_as(const Tensor& tensor) {
 AttendResult attend_meta(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& diagonals,
                          const Tensor& num_diagonals, const Tensor& columns,
                          const Tensor& num_columns, const MaybeTensor& document_starts, double) {
-  check_devices({"q", q}, {{"k", k},
-                           {"v", v},
-                           {"diagonals", diagonals},
-                           {"num_diagonals", num_diagonals},
-                           {"columns", columns},
-                           {"num_columns", num_columns},
-                           {"document_starts", or_undefined(document_starts)}});
+  check_devices({"q", q}, {{"k", k}, {"v", v}}, {diagonals, num_diagonals, columns, num_columns},
+                document_starts);
   TORCH_CHECK_VALUE(q.dim() == 4, "q: expected [B, S, H, D], got ", q.dim(), " dimensions");
   const at::ScalarType held = state_of(q);
   return {empty_as(q),
@@ -321,17 +234,14 @@ Gradients attend_backward_meta(const Tensor& dout, const Tensor& q, const Tensor
                                const Tensor& num_diagonals, const Tensor& columns,
                                const Tensor& num_columns, const MaybeTensor& document_starts,
                                double) {
-  check_devices({"q", q}, {{"k", k},
-                           {"v", v},
-                           {"dout", dout},
-                           {"out", out},
-                           {"lse", lse},
-                           {"out_residual", out_residual},
-                           {"diagonals", diagonals},
-                           {"num_diagonals", num_diagonals},
-                           {"columns", columns},
-                           {"num_columns", num_columns},
-                           {"document_starts", or_undefined(document_starts)}});
+  check_devices({"q", q},
+                {{"k", k},
+                 {"v", v},
+                 {"dout", dout},
+                 {"out", out},
+                 {"lse", lse},
+                 {"out_residual", out_residual}},
+                {diagonals, num_diagonals, columns, num_columns}, document_starts);
   return {empty_as(q), empty_as(k), empty_as(v)};
 }
 
@@ -366,12 +276,8 @@ Recalled recall_meta(const Tensor& q, const Tensor& k, const Tensor& diagonals,
                      const Tensor& num_diagonals, const Tensor& columns, const Tensor& num_columns,
                      const MaybeTensor& document_starts, double, int64_t, std::string_view, int64_t,
                      int64_t) {
-  check_devices({"q", q}, {{"k", k},
-                           {"diagonals", diagonals},
-                           {"num_diagonals", num_diagonals},
-                           {"columns", columns},
-                           {"num_columns", num_columns},
-                           {"document_starts", or_undefined(document_starts)}});
+  check_devices({"q", q}, {{"k", k}}, {diagonals, num_diagonals, columns, num_columns},
+                document_starts);
   const auto by_head = [&] {
     return at::empty_symint({q.sym_size(0), q.sym_size(2)}, q.options().dtype(at::kDouble));
   };
@@ -381,19 +287,15 @@ Recalled recall_meta(const Tensor& q, const Tensor& k, const Tensor& diagonals,
 Tensor index_mask_meta(const Tensor& diagonals, const Tensor& num_diagonals, const Tensor& columns,
                        const Tensor& num_columns, const MaybeTensor& document_starts,
                        c10::SymInt seq_len) {
-  check_devices({"diagonals", diagonals}, {{"num_diagonals", num_diagonals},
-                                           {"columns", columns},
-                                           {"num_columns", num_columns},
-                                           {"document_starts", or_undefined(document_starts)}});
+  check_devices({"diagonals", diagonals}, {}, {diagonals, num_diagonals, columns, num_columns},
+                document_starts);
   return at::empty_symint({diagonals.sym_size(0), diagonals.sym_size(1), seq_len, seq_len},
                           diagonals.options().dtype(at::kBool));
 }
 
 Tensor index_pairs_meta(const Tensor& diagonals, const Tensor& num_diagonals, const Tensor& columns,
                         const Tensor& num_columns, c10::SymInt) {
-  check_devices(
-      {"diagonals", diagonals},
-      {{"num_diagonals", num_diagonals}, {"columns", columns}, {"num_columns", num_columns}});
+  check_devices({"diagonals", diagonals}, {}, {diagonals, num_diagonals, columns, num_columns}, {});
   return at::empty_symint({diagonals.sym_size(0), diagonals.sym_size(1)},
                           diagonals.options().dtype(at::kLong));
 }
@@ -599,24 +501,9 @@ TORCH_LIBRARY(mtraining, m) {
       &layout_positions);
 }
 
-TORCH_LIBRARY_IMPL(mtraining, CPU, m) {
-  m.impl("build_index", &build_index_cpu);
-  m.impl("attend", &attend_cpu);
-  m.impl("attend_backward", &attend_backward_cpu);
-  m.impl("recall", &recall_cpu);
-  m.impl("index_mask", &index_mask_cpu);
-  m.impl("index_pairs", &index_pairs_cpu);
-}
-
+TORCH_LIBRARY_IMPL(mtraining, CPU, m) { register_ops<OnCpu>(m); }
 #ifdef MT_WITH_CUDA
-TORCH_LIBRARY_IMPL(mtraining, CUDA, m) {
-  m.impl("build_index", &build_index_cuda);
-  m.impl("attend", &attend_cuda);
-  m.impl("attend_backward", &attend_backward_cuda);
-  m.impl("recall", &recall_cuda);
-  m.impl("index_mask", &index_mask_cuda);
-  m.impl("index_pairs", &index_pairs_cuda);
-}
+TORCH_LIBRARY_IMPL(mtraining, CUDA, m) { register_ops<OnGpu>(m); }
 #endif
 
 TORCH_LIBRARY_IMPL(mtraining, Meta, m) {

@@ -58,8 +58,8 @@ void Fault::strike(std::string_view place, int64_t train_step) const {
   }
 }
 
-bool Fault::poisons(int64_t train_step) const {
-  return kind_ == "nan" && is_at("gradient", train_step);
+bool Fault::poisons(std::string_view place, int64_t train_step) const {
+  return kind_ == "nan" && is_at(place, train_step);
 }
 
 }  // namespace mtraining::train

@@ -336,6 +336,7 @@ TEST(InitFrom, TheFolderMayGoAwayOnceTheRunHasBegun) {
   config.out = (files.path() / "run").string();
   fs::create_directories(config.out);
   write_weights(*config.init_from, config);
+  checkpoint::put_text(fs::path(*config.init_from) / "tokenizer.json", "{\"of\": \"the start\"}");
   const ResolvedRun resolved = resolve(config, topology::LaunchEnvironment());
   comm::run_loopback(1, [&](comm::Transport& transport) {
     Trainer trainer(config, resolved, transport);
@@ -345,6 +346,8 @@ TEST(InitFrom, TheFolderMayGoAwayOnceTheRunHasBegun) {
   EXPECT_EQ(checkpoint::incomplete_reason(step_folder(config.out, 1)), "");
   EXPECT_EQ(model::read_hf_config(step_folder(config.out, 1)).hidden_size,
             config.model.hidden_size);
+  EXPECT_EQ(checkpoint::get_text(step_folder(config.out, 1) / "tokenizer.json"),
+            "{\"of\": \"the start\"}");
 }
 
 TEST(Resume, TheCheckpointHoldsFloat32MastersOfABFloat16Model) {

@@ -207,43 +207,85 @@ TEST(Trainer, AStepWithoutLabelsHasLossZeroAndChangesNothing) {
   config.train.steps = 2;
   config.optim.adamw.weight_decay = 0;
   for (const auto layout : {layout::LayoutKind::kContiguous, layout::LayoutKind::kZigzag}) {
-    RunConfig split = config;
-    split.attention.layout = layout;
-    const TinyResult result = run_tiny(split, 4, 2);
-    for (const auto& m : result.steps) {
-      EXPECT_EQ(m.loss, 0);
-      EXPECT_EQ(m.grad_norm, 0);
-      EXPECT_EQ(m.skipped, 0);
+    for (const int zero : {0, 2}) {
+      SCOPED_TRACE(zero);
+      RunConfig split = config;
+      split.attention.layout = layout;
+      split.parallel.zero = zero;
+      const TinyResult result = run_tiny(split, 4, 2);
+      for (const auto& m : result.steps) {
+        EXPECT_EQ(m.loss, 0);
+        EXPECT_EQ(m.grad_norm, 0);
+        EXPECT_EQ(m.skipped, 0);
+      }
+      EXPECT_TRUE(result.ranks_agree);
+      std::vector<at::Tensor> start;
+      for (const auto& p : model::init_parameters(config.model, config.train.seed).list())
+        start.push_back(p.value.detach().reshape({-1}));
+      EXPECT_TRUE(at::equal(result.weights, at::cat(start)));
     }
-    EXPECT_TRUE(result.weights.isfinite().all().item<bool>());
-    const auto start = model::init_parameters(config.model, config.train.seed).list();
-    EXPECT_TRUE(at::equal(result.weights.narrow(0, 0, start[0].value.numel()),
-                          start[0].value.detach().reshape({-1})));
+  }
+}
+
+TEST(Trainer, LabelsOnTheLastRankAloneAreTheMeanOfThoseLabels) {
+  const TinyData data("trainer_last_labels");
+  data::TokenFileWriter mask(data.prefix() + "_loss_mask", data::TokenType::kUInt8);
+  std::vector<int64_t> flags(20000);
+  for (size_t i = 0; i < flags.size(); ++i) flags[i] = i % 32 >= 24;
+  mask.add_sequence(flags);
+  mask.finish();
+  RunConfig config = tiny_config(data);
+  config.attention.pattern = pattern::PatternKind::kDense;
+  config.train.seq_len = 32;
+  config.train.steps = 3;
+  const TinyResult one = run_tiny(config, 1, 1);
+  EXPECT_GT(one.steps[0].loss, 1);
+  for (const auto layout : {layout::LayoutKind::kContiguous, layout::LayoutKind::kZigzag}) {
+    for (const int zero : {0, 2}) {
+      SCOPED_TRACE(zero);
+      RunConfig split = config;
+      split.attention.layout = layout;
+      split.attention.ring = ring::RingKind::kFlat;
+      split.parallel.zero = zero;
+      const TinyResult many = run_tiny(split, 4, 4);
+      EXPECT_LT(worst_difference(one, many), 1e-5);
+      EXPECT_TRUE(many.ranks_agree);
+    }
   }
 }
 
 TEST(Trainer, ANaNOnOneRankSkipsTheStepOnAll) {
   const TinyData data("trainer_nan");
   RunConfig config = tiny_config(data);
-  config.train.steps = 3;
-  ::setenv("MTRAINING_FAULT", "rank=3,step=2,at=gradient,kind=nan", 1);
-  const TinyResult faulty = run_tiny(config, 4, 2);
-  config.train.steps = 2;
-  const TinyResult ends_with_the_fault = run_tiny(config, 4, 2);
-  ::unsetenv("MTRAINING_FAULT");
-  EXPECT_EQ(faulty.optimizer_steps, 2);
-  // The skipped step leaves the weights of the one before, bit for bit.
   config.train.steps = 1;
-  EXPECT_TRUE(at::equal(ends_with_the_fault.weights, run_tiny(config, 4, 2).weights));
+  const at::Tensor after_one = run_tiny(config, 4, 2).weights;
   config.train.steps = 3;
-  EXPECT_EQ(faulty.steps[0].skipped, 0);
-  EXPECT_EQ(faulty.steps[1].skipped, 1);
-  EXPECT_EQ(faulty.steps[2].skipped, 1);
-  EXPECT_TRUE(std::isfinite(faulty.steps[2].loss));
-  EXPECT_TRUE(faulty.ranks_agree);
-  EXPECT_TRUE(faulty.weights.isfinite().all().item<bool>());
   const TinyResult healthy = run_tiny(config, 4, 2);
-  EXPECT_FALSE(at::equal(healthy.weights, faulty.weights));
+  // In a gradient it reaches every rank with the sum; in what follows from the sum only the ranks' agreement tells the others.
+  for (const char* place : {"gradient", "norm"}) {
+    for (const int zero : {0, 2}) {
+      SCOPED_TRACE(concat(place, ", zero ", zero));
+      config.parallel.zero = zero;
+      ::setenv("MTRAINING_FAULT", concat("rank=3,step=2,at=", place, ",kind=nan").c_str(), 1);
+      config.train.steps = 3;
+      const TinyResult faulty = run_tiny(config, 4, 2);
+      config.train.steps = 2;
+      const TinyResult ends_with_the_fault = run_tiny(config, 4, 2);
+      ::unsetenv("MTRAINING_FAULT");
+      EXPECT_EQ(faulty.optimizer_steps, 2);
+      // The skipped step leaves the weights of the one before, bit for bit.
+      EXPECT_EQ(ends_with_the_fault.optimizer_steps, 1);
+      if (zero == 0) EXPECT_TRUE(at::equal(ends_with_the_fault.weights, after_one));
+      EXPECT_LT((ends_with_the_fault.weights - after_one).abs().max().item<double>(), 1e-6);
+      EXPECT_EQ(faulty.steps[0].skipped, 0);
+      EXPECT_EQ(faulty.steps[1].skipped, 1);
+      EXPECT_EQ(faulty.steps[2].skipped, 1);
+      EXPECT_TRUE(std::isfinite(faulty.steps[2].loss));
+      EXPECT_TRUE(faulty.ranks_agree);
+      EXPECT_TRUE(faulty.weights.isfinite().all().item<bool>());
+      EXPECT_FALSE(at::equal(healthy.weights, faulty.weights));
+    }
+  }
 }
 
 TEST(Trainer, HeldOutLossIsTheSameForEveryContextParallelSize) {
