@@ -62,7 +62,7 @@ void report(const std::string& pattern, const std::string& name, const char* pas
       "\"pairs\": %ld, \"ms\": %.3f, \"min_ms\": %.3f, \"max_ms\": %.3f, \"tflops\": %.1f, "
       "\"host_us\": %.1f, \"error\": %.2e}\n",
       pattern.c_str(), name.c_str(), pass, static_cast<long>(pairs), t.ms, t.min_ms, t.max_ms,
-      flops_a_pair * kD * static_cast<double>(pairs) / t.ms / 1e9, t.host_us, error);
+      flops_a_pair * shape().head_dim * static_cast<double>(pairs) / t.ms / 1e9, t.host_us, error);
   std::fflush(stdout);
 }
 
@@ -82,9 +82,11 @@ double sampled_error(const Prepared& made, const RankRun& run) {
   for (int sample = 0; sample < 40; ++sample) {
     state = state * 6364136223846793005ull + 1442695040888963407ull;
     const int64_t t = static_cast<int64_t>((state >> 33) % n), i = run.positions[t];
-    const int h = sample % kHeads, g = h / (kHeads / kKvHeads);
-    const auto q = read_some(run.q.get<__nv_bfloat16>() + (t * kHeads + h) * kD, kD);
-    const auto out = read_some(run.out.get<float>() + (t * kHeads + h) * kD, kD);
+    const int h = sample % shape().heads, g = h / (shape().heads / shape().kv_heads);
+    const auto q = read_some(
+        run.q.get<__nv_bfloat16>() + (t * shape().heads + h) * shape().head_dim, shape().head_dim);
+    const auto out = read_some(run.out.get<float>() + (t * shape().heads + h) * shape().head_dim,
+                               shape().head_dim);
     std::vector<uint8_t> keys(i + 1, 0);
     for (const int32_t d : made.index.diagonals.row(h))
       for (int64_t j = (i / 64 - d) * 64; d <= i / 64 && j < (i / 64 - d) * 64 + 64; ++j)
@@ -93,22 +95,24 @@ double sampled_error(const Prepared& made, const RankRun& run) {
       for (const int32_t j : made.index.columns.row(h))
         if (j <= i) keys[j] = 1;
     double top = -INFINITY, sum = 0, norm = 0, error = 0;
-    std::vector<double> scores(i + 1), row(kD, 0);
+    std::vector<double> scores(i + 1), row(shape().head_dim, 0);
     for (int64_t j = 0; j <= i; ++j) {
       if (!keys[j]) continue;
       double s = 0;
-      for (int d = 0; d < kD; ++d)
-        s += double{__bfloat162float(q[d])} * __bfloat162float(k[(j * kKvHeads + g) * kD + d]);
-      scores[j] = s / std::sqrt(double{kD});
+      for (int d = 0; d < shape().head_dim; ++d)
+        s += double{__bfloat162float(q[d])} *
+             __bfloat162float(k[(j * shape().kv_heads + g) * shape().head_dim + d]);
+      scores[j] = s / std::sqrt(static_cast<double>(shape().head_dim));
       top = std::max(top, scores[j]);
     }
     for (int64_t j = 0; j <= i; ++j) {
       if (!keys[j]) continue;
       const double p = std::exp(scores[j] - top);
       sum += p;
-      for (int d = 0; d < kD; ++d) row[d] += p * __bfloat162float(v[(j * kKvHeads + g) * kD + d]);
+      for (int d = 0; d < shape().head_dim; ++d)
+        row[d] += p * __bfloat162float(v[(j * shape().kv_heads + g) * shape().head_dim + d]);
     }
-    for (int d = 0; d < kD; ++d) {
+    for (int d = 0; d < shape().head_dim; ++d) {
       norm += row[d] / sum * row[d] / sum;
       error += (out[d] - row[d] / sum) * (out[d] - row[d] / sum);
     }
@@ -125,21 +129,21 @@ struct Gradients {
   BackwardParams params;
 
   Gradients(const Inputs& inputs, RankRun& run) {
-    const int64_t n = run.params.num_queries, width = kHeads * kD;
+    const int64_t n = run.params.num_queries, width = shape().heads * shape().head_dim;
     dout = take_rows(inputs.dout, run.positions, width);
     dq = DeviceMemory(n * width * 4);
-    delta = DeviceMemory(n * kHeads * 4);
+    delta = DeviceMemory(n * shape().heads * 4);
     static_cast<AttentionParams&>(params) = run.params;
-    params.dout = {dout.get(), 0, width, kD};
+    params.dout = {dout.get(), 0, width, shape().head_dim};
     params.lse = run.lse.get();
     params.delta = delta.get();
-    params.dq = {dq.get(), n * width, width, kD};
+    params.dq = {dq.get(), n * width, width, shape().head_dim};
     for (KeySource& source : run.sources) {
       const bool shared = source.block_starts == nullptr;  // gathered columns: one head a row
-      const int64_t row = shared ? kD : kKvHeads * kD;
+      const int64_t row = shared ? shape().head_dim : shape().kv_heads * shape().head_dim;
       for (auto* view : {&source.dk, &source.dv}) {
         keys.emplace_back(source.num_keys * row * 4);
-        *view = {keys.back().get(), 0, row, shared ? 0 : kD};
+        *view = {keys.back().get(), 0, row, shared ? 0 : shape().head_dim};
       }
     }
     params.sources = run.sources.data();

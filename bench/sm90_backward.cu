@@ -1,6 +1,7 @@
 // Speed of the Hopper backward on a fixed vertical-slash pattern: one JSON line a case and mode.
 //
-// sm90_backward PATTERN.json CASE...      CASE: those of sm90_forward.cu without rank8_split; a trailing + measures both modes
+// sm90_backward PATTERN.json [--heads Q/KV] [--head-dim D] [--dtype fp16] CASE...
+// CASE: those of sm90_forward.cu without rank8_split, uniform:SEQ_LEN (128 x 128 blocks, density .1); a trailing + measures both modes
 // Each line: the backward alone (workspace kernels and gather inside), delta apart; FLOPs are 10 * D a pair. Errors: sampled rows of dq
 // and keys of dk, dv against float64, with the forward's lse; relative to the row's norm.
 // Without CMake, from the repository's root:
@@ -11,6 +12,7 @@
 #include <chrono>
 #include <cmath>
 #include <cstdio>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -31,22 +33,22 @@ struct GradientRun {
 std::unique_ptr<GradientRun> prepare_gradients(const Inputs& inputs, RankRun& run) {
   auto made = std::make_unique<GradientRun>();
   mtraining::kernels::sm90::forward(run.params);
-  const int64_t n = run.params.num_queries, width = kHeads * kD;
+  const int64_t n = run.params.num_queries, width = shape().heads * shape().head_dim;
   made->dout = take_rows(inputs.dout, run.positions, width);
   made->dq = DeviceMemory(n * width * 4);
-  made->delta = DeviceMemory(n * kHeads * 4);
+  made->delta = DeviceMemory(n * shape().heads * 4);
   BackwardParams& p = made->params;
   static_cast<mtraining::kernels::AttentionParams&>(p) = run.params;
-  p.dout = {made->dout.get(), 0, width, kD};
+  p.dout = {made->dout.get(), 0, width, shape().head_dim};
   p.lse = run.lse.get();
   p.delta = made->delta.get();
-  p.dq = {made->dq.get(), n * width, width, kD};
+  p.dq = {made->dq.get(), n * width, width, shape().head_dim};
   for (KeySource& source : run.sources) {
     const bool shared = source.block_starts == nullptr;  // gathered columns: one head a row
-    const int64_t row = shared ? kD : kKvHeads * kD;
+    const int64_t row = shared ? shape().head_dim : shape().kv_heads * shape().head_dim;
     for (auto* view : {&source.dk, &source.dv}) {
       made->gradients.emplace_back(source.num_keys * row * 4);
-      *view = {made->gradients.back().get(), 0, row, shared ? 0 : kD};
+      *view = {made->gradients.back().get(), 0, row, shared ? 0 : shape().head_dim};
     }
   }
   p.sources = run.sources.data();
@@ -95,7 +97,7 @@ struct Errors {
 
 void worsen(double& worst, const std::vector<double>& right, const float* got) {
   double norm = 0, error = 0;
-  for (int d = 0; d < kD; ++d) {
+  for (int d = 0; d < shape().head_dim; ++d) {
     norm += right[d] * right[d];
     error += (got[d] - right[d]) * (got[d] - right[d]);
   }
@@ -107,10 +109,14 @@ void worsen(double& worst, const std::vector<double>& right, const float* got) {
 Errors sampled_errors(const Inputs& inputs, const mtraining::index::Index& index,
                       const RankRun& run, const GradientRun& gradients) {
   const int64_t n = inputs.seq_len;
+  const int D = shape().head_dim, H = shape().heads, Hk = shape().kv_heads;
   const auto widen = [](const DeviceMemory& memory) {
-    const auto bits = memory.read<__nv_bfloat16>();
+    const auto bits = memory.read<uint16_t>();
     std::vector<float> values(bits.size());
-    for (size_t i = 0; i < bits.size(); ++i) values[i] = __bfloat162float(bits[i]);
+    const bool half = shape().dtype == mtraining::kernels::DType::kFloat16;
+    for (size_t i = 0; i < bits.size(); ++i)
+      values[i] = half ? __half2float(__half(__half_raw{bits[i]}))
+                       : __bfloat162float(__nv_bfloat16(__nv_bfloat16_raw{bits[i]}));
     return values;
   };
   const auto q = widen(inputs.q), k = widen(inputs.k), v = widen(inputs.v),
@@ -118,9 +124,9 @@ Errors sampled_errors(const Inputs& inputs, const mtraining::index::Index& index
   const auto lse = run.lse.read<float>(), delta = gradients.delta.read<float>();
   const auto dq = gradients.dq.read<float>(), dk = gradients.gradients[0].read<float>(),
              dv = gradients.gradients[1].read<float>();
-  const double scale = 1 / std::sqrt(double{kD});
-  std::vector<std::vector<uint8_t>> diagonal(kHeads), column(kHeads);
-  for (int h = 0; h < kHeads; ++h) {
+  const double scale = 1 / std::sqrt(static_cast<double>(D));
+  std::vector<std::vector<uint8_t>> diagonal(H), column(H);
+  for (int h = 0; h < H; ++h) {
     diagonal[h].assign(n / 64 + 1, 0);
     column[h].assign(n, 0);
     for (const int32_t d : index.diagonals.row(h)) diagonal[h][d] = 1;
@@ -132,11 +138,10 @@ Errors sampled_errors(const Inputs& inputs, const mtraining::index::Index& index
   };
   /// p and its gradient's factor of one pair.
   const auto pair = [&](int h, int64_t i, int64_t j, double& p, double& ds) {
-    const float *a = &q[(i * kHeads + h) * kD], *b = &dout[(i * kHeads + h) * kD],
-                *c = &k[(j * kKvHeads + h / (kHeads / kKvHeads)) * kD],
-                *e = &v[(j * kKvHeads + h / (kHeads / kKvHeads)) * kD];
+    const float *a = &q[(i * H + h) * D], *b = &dout[(i * H + h) * D],
+                *c = &k[(j * Hk + h / (H / Hk)) * D], *e = &v[(j * Hk + h / (H / Hk)) * D];
     double s = 0, dp = 0;
-    for (int d = 0; d < kD; ++d) {
+    for (int d = 0; d < D; ++d) {
       s += double{a[d]} * c[d];
       dp += double{b[d]} * e[d];
     }
@@ -150,37 +155,36 @@ Errors sampled_errors(const Inputs& inputs, const mtraining::index::Index& index
     return static_cast<int64_t>((state >> 33) % n);
   };
   for (int sample = 0; sample < 12; ++sample) {
-    const int h = sample % kHeads;
+    const int h = sample % H;
     const int64_t i = draw();
-    std::vector<double> right(kD, 0);
+    std::vector<double> right(D, 0);
     for (int64_t j = 0; j <= i; ++j) {
       if (!sees(h, i, j)) continue;
       double p, ds;
       pair(h, i, j, p, ds);
-      for (int d = 0; d < kD; ++d)
-        right[d] += ds * k[(j * kKvHeads + h / (kHeads / kKvHeads)) * kD + d];
+      for (int d = 0; d < D; ++d) right[d] += ds * k[(j * Hk + h / (H / Hk)) * D + d];
     }
-    worsen(worst.dq, right, &dq[(i * kHeads + h) * kD]);
+    worsen(worst.dq, right, &dq[(i * H + h) * D]);
   }
   for (int sample = 0; sample < 4; ++sample) {
-    const int g = sample % kKvHeads;
+    const int g = sample % Hk;
     int64_t j = draw();
-    while (sample >= 2 && column[g * (kHeads / kKvHeads)][j] == 0 && index.columns.capacity > 0)
+    while (sample >= 2 && column[g * (H / Hk)][j] == 0 && index.columns.capacity > 0)
       j = (j + 1) % n;
-    std::vector<double> right_k(kD, 0), right_v(kD, 0);
-    for (int h = g * (kHeads / kKvHeads); h < (g + 1) * (kHeads / kKvHeads); ++h) {
+    std::vector<double> right_k(D, 0), right_v(D, 0);
+    for (int h = g * (H / Hk); h < (g + 1) * (H / Hk); ++h) {
       for (int64_t i = j; i < n; ++i) {
         if (!sees(h, i, j)) continue;
         double p, ds;
         pair(h, i, j, p, ds);
-        for (int d = 0; d < kD; ++d) {
-          right_k[d] += ds * q[(i * kHeads + h) * kD + d];
-          right_v[d] += p * dout[(i * kHeads + h) * kD + d];
+        for (int d = 0; d < D; ++d) {
+          right_k[d] += ds * q[(i * H + h) * D + d];
+          right_v[d] += p * dout[(i * H + h) * D + d];
         }
       }
     }
-    worsen(worst.dk, right_k, &dk[(j * kKvHeads + g) * kD]);
-    worsen(worst.dv, right_v, &dv[(j * kKvHeads + g) * kD]);
+    worsen(worst.dk, right_k, &dk[(j * Hk + g) * D]);
+    worsen(worst.dv, right_v, &dv[(j * Hk + g) * D]);
   }
   return worst;
 }
@@ -191,8 +195,18 @@ void measure(const Prepared& made, const std::string& name, bool both, bool chec
   const auto delta = times([&] {
     for (size_t r = 0; r < runs.size(); ++r)
       mtraining::kernels::sm90::delta(
-          runs[r]->params, {made.runs[r]->out.get(), 0, kHeads * kD, kD}, runs[r]->delta.get());
+          runs[r]->params,
+          {made.runs[r]->out.get(), 0, shape().heads * shape().head_dim, shape().head_dim},
+          runs[r]->delta.get());
   });
+  const auto forward = times([&] {
+    for (const auto& run : made.runs) mtraining::kernels::sm90::forward(run->params);
+  });
+  int64_t gradient_bytes = 0;
+  for (const auto& run : runs) {
+    gradient_bytes += run->dq.bytes() + run->delta.bytes();
+    for (const DeviceMemory& memory : run->gradients) gradient_bytes += memory.bytes();
+  }
   for (const bool deterministic : {false, true}) {
     if (deterministic && !both) continue;
     for (const auto& run : runs) run->params.deterministic = deterministic;
@@ -216,17 +230,22 @@ void measure(const Prepared& made, const std::string& name, bool both, bool chec
       errors = sampled_errors(*made.inputs, made.index, *made.runs[0], *runs[0]);
     }
     std::printf(
-        "{\"bench\": \"sm90_backward\", \"pattern\": \"%s\", \"case\": \"%s\", \"deterministic\": "
-        "%s, "
+        "{\"bench\": \"sm90_backward\", \"pattern\": \"%s\", \"case\": \"%s\", \"dtype\": \"%s\", "
+        "\"heads\": %d, \"kv_heads\": %d, \"head_dim\": %d, \"deterministic\": %s, "
         "\"seq_len\": %ld, \"pairs\": %ld, \"ms\": %.3f, \"min_ms\": %.3f, \"max_ms\": %.3f, "
         "\"tflops\": %.1f, \"delta_ms\": %.3f, \"host_us\": %.1f, \"workspace_bytes\": %ld, "
+        "\"gradient_bytes\": %ld, "
+        "\"forward_ms\": %.3f, "
         "\"dq_error\": %.2e, \"dk_error\": %.2e, \"dv_error\": %.2e}\n",
-        made.pattern.name.c_str(), name.c_str(), deterministic ? "true" : "false",
+        made.pattern.name.c_str(), name.c_str(),
+        shape().dtype == mtraining::kernels::DType::kFloat16 ? "fp16" : "bf16", shape().heads,
+        shape().kv_heads, shape().head_dim, deterministic ? "true" : "false",
         static_cast<long>(made.inputs->seq_len), static_cast<long>(made.pairs), ms[ms.size() / 2],
         ms.front(), ms.back(),
-        10.0 * kD * static_cast<double>(made.pairs) / ms[ms.size() / 2] / 1e9,
+        10.0 * shape().head_dim * static_cast<double>(made.pairs) / ms[ms.size() / 2] / 1e9,
         delta[delta.size() / 2], median(calls), static_cast<long>(runs[0]->workspace.bytes()),
-        errors.dq, errors.dk, errors.dv);
+        static_cast<long>(gradient_bytes), forward[forward.size() / 2], errors.dq, errors.dk,
+        errors.dv);
     std::fflush(stdout);
   }
 }
@@ -238,6 +257,20 @@ int main(int argc, char** argv) {
     const Pattern pattern = read_pattern(argc > 1 ? argv[1] : "");
     for (int a = 2; a < argc; ++a) {
       std::string name = argv[a];
+      if (name.rfind("--", 0) == 0 && a + 1 < argc) {
+        const std::string value = argv[++a];
+        if (name == "--heads") {
+          shape().heads = std::stoi(value);
+          shape().kv_heads = std::stoi(value.substr(value.find('/') + 1));
+        } else if (name == "--head-dim") {
+          shape().head_dim = std::stoi(value);
+        } else if (name == "--dtype" && value == "fp16") {
+          shape().dtype = mtraining::kernels::DType::kFloat16;
+        } else {
+          throw std::invalid_argument(name + " " + value);
+        }
+        continue;
+      }
       const bool both = name.back() == '+';
       if (both) name.pop_back();
       const Prepared made = prepare_case(pattern, name);

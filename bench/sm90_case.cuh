@@ -5,12 +5,15 @@
 #pragma once
 
 #include <cuda_bf16.h>
+#include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <cmath>
 #include <fstream>
 #include <memory>
 #include <nlohmann/json.hpp>
+#include <numeric>
 #include <string>
 #include <vector>
 
@@ -31,11 +34,18 @@ using mtraining::kernels::KeySource;
 using mtraining::kernels::sm90::check_device;
 using mtraining::kernels::sm90::DeviceMemory;
 
-constexpr int kHeads = 16, kKvHeads = 2, kD = 128;
+/// What the program measures: set before the first case.
+struct Shape {
+  int heads = 16, kv_heads = 2, head_dim = 128;
+  mtraining::kernels::DType dtype = mtraining::kernels::DType::kBFloat16;
+};
+inline Shape program_shape;
+inline Shape& shape() { return program_shape; }
 constexpr int kWarmUp = 3, kRuns = 9;
 
 /// Normal values from a counter, some rows louder than others so that row maxima move.
-static __global__ void fill(__nv_bfloat16* out, int64_t count, uint32_t seed, float scale) {
+template <typename Element>
+__global__ void fill(Element* out, int64_t count, int head_dim, uint32_t seed) {
   for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < count;
        i += int64_t{gridDim.x} * blockDim.x) {
     uint64_t z = (static_cast<uint64_t>(i) + 1) * 0x9e3779b97f4a7c15ull + seed;
@@ -44,8 +54,8 @@ static __global__ void fill(__nv_bfloat16* out, int64_t count, uint32_t seed, fl
     z ^= z >> 31;
     const float u = (static_cast<uint32_t>(z) >> 8) * 0x1p-24f + 0x1p-25f,
                 angle = (z >> 40) * 0x1p-24f * 6.2831853f;
-    const float loud = (i / kD) % 61 == 0 ? 2.0f : 1.0f;
-    out[i] = __float2bfloat16(sqrtf(-2 * logf(u)) * cosf(angle) * scale * loud);
+    const float loud = (i / head_dim) % 61 == 0 ? 2.0f : 1.0f;
+    out[i] = Element(sqrtf(-2 * logf(u)) * cosf(angle) * loud);
   }
 }
 
@@ -98,15 +108,21 @@ struct Inputs {
   DeviceMemory q, k, v, dout;  // [S, heads, D]
   int64_t seq_len = 0;
   explicit Inputs(int64_t n)
-      : q(n * kHeads * kD * 2),
-        k(n * kKvHeads * kD * 2),
-        v(n * kKvHeads * kD * 2),
-        dout(n * kHeads * kD * 2),
+      : q(n * shape().heads * shape().head_dim * 2),
+        k(n * shape().kv_heads * shape().head_dim * 2),
+        v(n * shape().kv_heads * shape().head_dim * 2),
+        dout(n * shape().heads * shape().head_dim * 2),
         seq_len(n) {
-    fill<<<1024, 256>>>(q.get<__nv_bfloat16>(), n * kHeads * kD, 1, 1.0f);
-    fill<<<1024, 256>>>(k.get<__nv_bfloat16>(), n * kKvHeads * kD, 2, 1.0f);
-    fill<<<1024, 256>>>(v.get<__nv_bfloat16>(), n * kKvHeads * kD, 3, 1.0f);
-    fill<<<1024, 256>>>(dout.get<__nv_bfloat16>(), n * kHeads * kD, 4, 1.0f);
+    uint32_t seed = 0;
+    for (const DeviceMemory* memory : {&q, &k, &v, &dout}) {
+      const int64_t count = memory->bytes() / 2;
+      ++seed;
+      if (shape().dtype == mtraining::kernels::DType::kFloat16) {
+        fill<<<1024, 256>>>(memory->get<__half>(), count, shape().head_dim, seed);
+      } else {
+        fill<<<1024, 256>>>(memory->get<__nv_bfloat16>(), count, shape().head_dim, seed);
+      }
+    }
     check_device(cudaDeviceSynchronize(), "filling");
   }
 };
@@ -141,7 +157,7 @@ inline std::unique_ptr<RankRun> prepare(const Inputs& inputs, const mtraining::i
   const int world = layout.cp_size();
   run->positions = layout.positions(rank);
   const int64_t n = static_cast<int64_t>(run->positions.size());
-  run->q = take_rows(inputs.q, run->positions, kHeads * kD);
+  run->q = take_rows(inputs.q, run->positions, shape().heads * shape().head_dim);
   run->q_starts = DeviceMemory(layout.block_starts(rank));
   const auto bitmap = mtraining::index::diagonal_bitmap(index);
   ForwardParams& p = run->params;
@@ -151,10 +167,12 @@ inline std::unique_ptr<RankRun> prepare(const Inputs& inputs, const mtraining::i
     const auto blocks = csr ? mtraining::index::step_blocks_csr(index, layout, rank, s)
                             : mtraining::index::step_blocks(index, layout, rank, s);
     KeySource source;
-    run->lists.push_back(take_rows(inputs.k, layout.positions(s), kKvHeads * kD));
-    source.k = {run->lists.back().get(), 0, kKvHeads * kD, kD};
-    run->lists.push_back(take_rows(inputs.v, layout.positions(s), kKvHeads * kD));
-    source.v = {run->lists.back().get(), 0, kKvHeads * kD, kD};
+    run->lists.push_back(
+        take_rows(inputs.k, layout.positions(s), shape().kv_heads * shape().head_dim));
+    source.k = {run->lists.back().get(), 0, shape().kv_heads * shape().head_dim, shape().head_dim};
+    run->lists.push_back(
+        take_rows(inputs.v, layout.positions(s), shape().kv_heads * shape().head_dim));
+    source.v = {run->lists.back().get(), 0, shape().kv_heads * shape().head_dim, shape().head_dim};
     source.num_keys = layout.tokens_per_rank();
     source.block_starts = keep(*run, layout.block_starts(s));
     source.blocks = blocks.view();
@@ -162,57 +180,91 @@ inline std::unique_ptr<RankRun> prepare(const Inputs& inputs, const mtraining::i
     source.blocks.num_entries = keep(*run, blocks.num_entries);
     source.blocks.row_begin = keep(*run, blocks.row_begin);
     source.blocks.key_blocks = keep(*run, blocks.key_blocks);
-    if (csr) {
+    if (blocks.kind == mtraining::kernels::BlockListKind::kCsr) {
       const auto by_key = mtraining::index::transpose(blocks, layout.tokens_per_rank() / 64);
       source.blocks.key_row_begin = keep(*run, by_key.row_begin);
       source.blocks.query_blocks = keep(*run, by_key.key_blocks);
     }
-    for (int h = 0; h < kHeads; ++h)
+    for (int h = 0; h < shape().heads; ++h)
       run->pairs += mtraining::index::step_pairs(index, layout, rank, s, h, true);
     if (world == 1 && index.columns.capacity > 0) {
       const auto step = mtraining::index::step_columns(index, layout, s);
-      source.columns = keep_columns(*run, step.view(), kHeads);
+      source.columns = keep_columns(*run, step.view(), shape().heads);
     }
     run->sources.push_back(source);
   }
   if (world > 1) {
-    const auto plan = mtraining::index::plan_columns(index, layout, kKvHeads, int64_t{1} << 30);
+    const auto plan =
+        mtraining::index::plan_columns(index, layout, shape().kv_heads, int64_t{1} << 30);
     for (const auto& slice : plan.slices) {
       std::vector<int64_t> rows(world * slice.rows_per_rank, -1);  // of [S * kv heads]
       for (int r = 0; r < world; ++r)
         for (size_t i = 0; i < slice.rows[r].size(); ++i)
           rows[r * slice.rows_per_rank + static_cast<int64_t>(i)] =
-              layout.position(r, slice.rows[r][i].offset) * kKvHeads + slice.rows[r][i].kv_head;
+              layout.position(r, slice.rows[r][i].offset) * shape().kv_heads +
+              slice.rows[r][i].kv_head;
       KeySource source;
-      run->lists.push_back(take_rows(inputs.k, rows, kD));
-      source.k = {run->lists.back().get(), 0, kD, 0};
-      run->lists.push_back(take_rows(inputs.v, rows, kD));
-      source.v = {run->lists.back().get(), 0, kD, 0};
+      run->lists.push_back(take_rows(inputs.k, rows, shape().head_dim));
+      source.k = {run->lists.back().get(), 0, shape().head_dim, 0};
+      run->lists.push_back(take_rows(inputs.v, rows, shape().head_dim));
+      source.v = {run->lists.back().get(), 0, shape().head_dim, 0};
       source.num_keys = static_cast<int64_t>(rows.size());
-      source.columns = keep_columns(*run, slice.view(), kHeads);
+      source.columns = keep_columns(*run, slice.view(), shape().heads);
       run->sources.push_back(source);
     }
   }
-  run->out = DeviceMemory(n * kHeads * kD * 4);
-  run->lse = DeviceMemory(n * kHeads * 4);
+  run->out = DeviceMemory(n * shape().heads * shape().head_dim * 4);
+  run->lse = DeviceMemory(n * shape().heads * 4);
   p.batch = 1;
-  p.num_q_heads = kHeads;
-  p.num_kv_heads = kKvHeads;
-  p.head_dim = kD;
+  p.num_q_heads = shape().heads;
+  p.num_kv_heads = shape().kv_heads;
+  p.head_dim = shape().head_dim;
   p.num_queries = n;
-  p.dtype = mtraining::kernels::DType::kBFloat16;
-  p.softmax_scale = 1 / std::sqrt(double{kD});
+  p.dtype = shape().dtype;
+  p.softmax_scale = 1 / std::sqrt(static_cast<double>(shape().head_dim));
   p.seq_len = layout.seq_len();
-  p.q = {run->q.get(), 0, kHeads * kD, kD};
+  p.q = {run->q.get(), 0, shape().heads * shape().head_dim, shape().head_dim};
   p.q_block_starts = run->q_starts.get<int32_t>();
   p.sources = run->sources.data();
   p.num_sources = static_cast<int>(run->sources.size());
-  p.out = {run->out.get(), n * kHeads * kD, kHeads * kD, kD};
+  p.out = {run->out.get(), n * shape().heads * shape().head_dim, shape().heads * shape().head_dim,
+           shape().head_dim};
   p.lse = run->lse.get();
   run->workspace = DeviceMemory(mtraining::kernels::sm90::forward_workspace_bytes(p));
   p.workspace = run->workspace.get();
   p.workspace_bytes = run->workspace.bytes();
   return run;
+}
+
+/// Block form of a causal mask of 128 x 128 blocks: each row of blocks has the same share of those before it, at random, and its own.
+inline mtraining::index::Index uniform_index(int64_t seq_len, double density) {
+  mtraining::index::BlockRows blocks;
+  blocks.row_begin.push_back(0);
+  uint64_t state = 1;
+  const int64_t num_blocks = seq_len / 128;
+  for (int h = 0; h < shape().heads; ++h) {
+    for (int64_t i = 0; i < num_blocks; ++i) {
+      std::vector<int32_t> before(i);
+      std::iota(before.begin(), before.end(), 0);
+      const auto count = static_cast<int64_t>(density * static_cast<double>(i + 1) + .5) - 1;
+      for (int64_t n = 0; n < count; ++n) {
+        state = state * 6364136223846793005ull + 1442695040888963407ull;
+        std::swap(before[n], before[n + static_cast<int64_t>((state >> 33) % (i - n))]);
+      }
+      before.resize(std::max<int64_t>(count, 0));
+      std::sort(before.begin(), before.end());
+      for (int inside = 0; inside < 2; ++inside) {
+        for (const int32_t j : before) {
+          blocks.key_blocks.push_back(2 * j);
+          blocks.key_blocks.push_back(2 * j + 1);
+        }
+        for (int k = 0; k <= inside; ++k)
+          blocks.key_blocks.push_back(static_cast<int32_t>(2 * i + k));
+        blocks.row_begin.push_back(static_cast<int64_t>(blocks.key_blocks.size()));
+      }
+    }
+  }
+  return mtraining::index::make_block_index(1, shape().heads, seq_len, std::move(blocks));
 }
 
 /// The case's index, layout and ranks: see the benches for their names.
@@ -229,13 +281,21 @@ inline Prepared prepare_case(const Pattern& pattern, const std::string& name) {
   Prepared made;
   made.pattern = pattern;
   made.dense = name.rfind("dense:", 0) == 0;
-  const int64_t seq_len = made.dense ? std::atoll(name.c_str() + 6) : pattern.seq_len;
+  const bool uniform = name.rfind("uniform:", 0) == 0;  // uniform:SEQ_LEN, density .1
+  const int64_t seq_len = made.dense ? std::atoll(name.c_str() + 6)
+                          : uniform  ? std::atoll(name.c_str() + 8)
+                                     : pattern.seq_len;
   const bool ranks = name.rfind("rank8", 0) == 0 || name == "shards8";
-  std::vector<std::vector<int32_t>> no_columns(kHeads);
-  made.index = made.dense ? mtraining::index::dense_index(1, kHeads, seq_len)
-                          : mtraining::index::make_index(
-                                1, kHeads, seq_len, pattern.diagonals,
-                                name == "no_columns" ? no_columns : pattern.columns);
+  std::vector<std::vector<int32_t>> diagonals, columns, no_columns(shape().heads);
+  for (int h = 0; h < shape().heads && !pattern.diagonals.empty(); ++h) {  // more heads: again
+    diagonals.push_back(pattern.diagonals[h % pattern.diagonals.size()]);
+    columns.push_back(pattern.columns[h % pattern.columns.size()]);
+  }
+  made.index = made.dense ? mtraining::index::dense_index(1, shape().heads, seq_len)
+               : uniform
+                   ? uniform_index(seq_len, .1)
+                   : mtraining::index::make_index(1, shape().heads, seq_len, diagonals,
+                                                  name == "no_columns" ? no_columns : columns);
   using mtraining::layout::LayoutKind;
   const mtraining::layout::Layout layout(
       {.kind = ranks ? LayoutKind::kBlockStriped : LayoutKind::kContiguous,
@@ -249,8 +309,10 @@ inline Prepared prepare_case(const Pattern& pattern, const std::string& name) {
     made.pairs += made.runs.back()->pairs;
   }
   if (made.dense) {  // as the peers count it
-    made.pairs = int64_t{kHeads} * seq_len * seq_len / 2;
+    made.pairs = int64_t{shape().heads} * seq_len * seq_len / 2;
     made.pattern.name = "dense";
+  } else if (uniform) {
+    made.pattern.name = "uniform";
   }
   return made;
 }

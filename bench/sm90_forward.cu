@@ -43,21 +43,23 @@ double sampled_error(const Inputs& inputs, const mtraining::index::Index& index,
                      const RankRun& run) {
   const int64_t n = static_cast<int64_t>(run.positions.size());
   double worst = 0;
-  std::vector<__nv_bfloat16> q(kD);
+  std::vector<__nv_bfloat16> q(shape().head_dim);
   const auto k = inputs.k.read<__nv_bfloat16>(), v = inputs.v.read<__nv_bfloat16>();
-  std::vector<float> out(kD);
+  std::vector<float> out(shape().head_dim);
   uint64_t state = 12345;
   for (int sample = 0; sample < 40; ++sample) {
     state = state * 6364136223846793005ull + 1442695040888963407ull;
     const int64_t t = static_cast<int64_t>((state >> 33) % n);
-    const int h = sample % kHeads, g = h / (kHeads / kKvHeads);
+    const int h = sample % shape().heads, g = h / (shape().heads / shape().kv_heads);
     const int64_t i = run.positions[t];
-    check_device(cudaMemcpy(q.data(), run.q.get<__nv_bfloat16>() + (t * kHeads + h) * kD, kD * 2,
-                            cudaMemcpyDeviceToHost),
+    check_device(cudaMemcpy(q.data(),
+                            run.q.get<__nv_bfloat16>() + (t * shape().heads + h) * shape().head_dim,
+                            shape().head_dim * 2, cudaMemcpyDeviceToHost),
                  "q");
-    check_device(cudaMemcpy(out.data(), run.out.get<float>() + (t * kHeads + h) * kD, kD * 4,
-                            cudaMemcpyDeviceToHost),
-                 "out");
+    check_device(
+        cudaMemcpy(out.data(), run.out.get<float>() + (t * shape().heads + h) * shape().head_dim,
+                   shape().head_dim * 4, cudaMemcpyDeviceToHost),
+        "out");
     std::vector<uint8_t> keys(i + 1, 0);
     for (const int32_t d : index.diagonals.row(h))
       for (int64_t j = (i / 64 - d) * 64; j < (i / 64 - d) * 64 + 64 && d <= i / 64; ++j)
@@ -66,23 +68,25 @@ double sampled_error(const Inputs& inputs, const mtraining::index::Index& index,
       for (const int32_t j : index.columns.row(h))
         if (j <= i) keys[j] = 1;
     double top = -INFINITY, sum = 0;
-    std::vector<double> scores(i + 1), row(kD, 0);
+    std::vector<double> scores(i + 1), row(shape().head_dim, 0);
     for (int64_t j = 0; j <= i; ++j) {
       if (!keys[j]) continue;
       double s = 0;
-      for (int d = 0; d < kD; ++d)
-        s += double{__bfloat162float(q[d])} * __bfloat162float(k[(j * kKvHeads + g) * kD + d]);
-      scores[j] = s / std::sqrt(double{kD});
+      for (int d = 0; d < shape().head_dim; ++d)
+        s += double{__bfloat162float(q[d])} *
+             __bfloat162float(k[(j * shape().kv_heads + g) * shape().head_dim + d]);
+      scores[j] = s / std::sqrt(static_cast<double>(shape().head_dim));
       top = std::max(top, scores[j]);
     }
     for (int64_t j = 0; j <= i; ++j) {
       if (!keys[j]) continue;
       const double p = std::exp(scores[j] - top);
       sum += p;
-      for (int d = 0; d < kD; ++d) row[d] += p * __bfloat162float(v[(j * kKvHeads + g) * kD + d]);
+      for (int d = 0; d < shape().head_dim; ++d)
+        row[d] += p * __bfloat162float(v[(j * shape().kv_heads + g) * shape().head_dim + d]);
     }
     double norm = 0, error = 0;
-    for (int d = 0; d < kD; ++d) {
+    for (int d = 0; d < shape().head_dim; ++d) {
       norm += row[d] / sum * row[d] / sum;
       error += (out[d] - row[d] / sum) * (out[d] - row[d] / sum);
     }
@@ -130,8 +134,8 @@ void measure(const std::string& pattern, const std::string& name, const Inputs& 
       "\"ms\": %.3f, \"min_ms\": %.3f, \"max_ms\": %.3f, \"tflops\": %.1f, \"host_us\": %.1f, "
       "\"error\": %.2e}\n",
       pattern.c_str(), name.c_str(), static_cast<long>(inputs.seq_len), static_cast<long>(pairs),
-      ms, times.front(), times.back(), 4.0 * kD * static_cast<double>(pairs) / ms / 1e9, host_us,
-      error);
+      ms, times.front(), times.back(),
+      4.0 * shape().head_dim * static_cast<double>(pairs) / ms / 1e9, host_us, error);
   std::fflush(stdout);
   cudaEventDestroy(start);
   cudaEventDestroy(stop);
