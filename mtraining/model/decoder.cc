@@ -9,7 +9,11 @@
 #include "mtraining/base/check.h"
 #include "mtraining/base/rng.h"
 #include "mtraining/model/mlp.h"
+#include "mtraining/model/random_tensor.h"
 #include "mtraining/model/rope.h"
+#ifdef MT_WITH_CUDA
+#include "mtraining/model/device_layer.h"
+#endif
 
 namespace mtraining::model {
 namespace {
@@ -20,42 +24,31 @@ uint64_t hash_name(std::string_view name) {
   return hash;
 }
 
-at::Tensor leaf(at::Tensor value, at::ScalarType dtype) {
-  return value.to(dtype).set_requires_grad(true);
-}
-
+/// Makes leaves; without a seed their values are whatever memory holds.
 class Initializer {
  public:
-  Initializer(const DecoderConfig& config, uint64_t seed) : dtype_(config.dtype), seed_(seed) {}
-  /// Makes tensors without values.
-  Initializer(const DecoderConfig& config, at::Device device)
-      : dtype_(config.dtype), empty_on_(device) {}
+  Initializer(const DecoderConfig& config, at::Device device, std::optional<uint64_t> seed)
+      : options_(at::TensorOptions(device).dtype(config.dtype)), seed_(seed) {}
 
   at::Tensor normal(const std::string& name, at::IntArrayRef shape, double deviation) const {
-    if (empty_on_) return empty(shape);
-    at::Tensor value = at::empty(shape, at::kFloat);
-    const Rng rng(seed_, hash_name(name));
-    float* data = value.data_ptr<float>();
-    for (int64_t i = 0; i < value.numel(); ++i) {
-      data[i] = static_cast<float>(deviation * rng.normal(static_cast<uint64_t>(i)));
-    }
-    return leaf(value, dtype_);
+    if (!seed_) return empty(shape);
+    return random_normal(Rng(*seed_, hash_name(name)), shape, deviation, options_.device(),
+                         at::typeMetaToScalarType(options_.dtype()))
+        .set_requires_grad(true);
   }
-  at::Tensor zeros(int64_t size) const {
-    return empty_on_ ? empty({size}) : leaf(at::zeros({size}, at::kFloat), dtype_);
-  }
-  at::Tensor ones(int64_t size) const {
-    return empty_on_ ? empty({size}) : leaf(at::ones({size}, at::kFloat), dtype_);
-  }
+  at::Tensor zeros(int64_t size) const { return filled(size, 0); }
+  at::Tensor ones(int64_t size) const { return filled(size, 1); }
 
  private:
   at::Tensor empty(at::IntArrayRef shape) const {
-    return at::empty(shape, at::TensorOptions(*empty_on_).dtype(dtype_)).set_requires_grad(true);
+    return at::empty(shape, options_).set_requires_grad(true);
+  }
+  at::Tensor filled(int64_t size, double value) const {
+    return seed_ ? at::full({size}, value, options_).set_requires_grad(true) : empty({size});
   }
 
-  at::ScalarType dtype_;
-  uint64_t seed_ = 0;
-  std::optional<at::Device> empty_on_;
+  at::TensorOptions options_;
+  std::optional<uint64_t> seed_;
 };
 
 std::string layer_prefix(int64_t layer) { return concat("model.layers.", layer, "."); }
@@ -333,12 +326,12 @@ std::vector<Parameter> DecoderParameters::list() const {
   return all;
 }
 
-DecoderParameters init_parameters(const DecoderConfig& config, uint64_t seed) {
-  return make_parameters(config, Initializer(config, seed));
+DecoderParameters init_parameters(const DecoderConfig& config, uint64_t seed, at::Device device) {
+  return make_parameters(config, Initializer(config, device, seed));
 }
 
 DecoderParameters empty_parameters(const DecoderConfig& config, at::Device device) {
-  return make_parameters(config, Initializer(config, device));
+  return make_parameters(config, Initializer(config, device, std::nullopt));
 }
 
 Decoder::Decoder(const DecoderConfig& config, DecoderParameters parameters, int64_t mlp_tile)
@@ -347,6 +340,22 @@ Decoder::Decoder(const DecoderConfig& config, DecoderParameters parameters, int6
   check_parameters(config_, parameters_);
   MT_CHECK_ARG(mlp_tile_ >= 0, "train.mlp_tile: expected at least 0, got ", mlp_tile_);
   frequencies_ = decoder_frequencies(config_.rope, config_.head_dim);
+  const at::Device device = parameters_.norm.device();
+  inverse_frequencies_ = at::tensor(frequencies_.inverse, at::kFloat).to(device);
+  MT_CHECK_SUPPORTED(device.is_cpu() || device.is_cuda() || device.is_meta(),
+                     "model: expected parameters on a CPU or a CUDA device, got ", device);
+#ifdef MT_WITH_CUDA
+  if (device.is_cuda()) join_projections(parameters_);
+#else
+  MT_CHECK_SUPPORTED(!device.is_cuda(), "model: this program was built without CUDA");
+#endif
+}
+
+at::Tensor Decoder::norm(const at::Tensor& x, const at::Tensor& weight) const {
+#ifdef MT_WITH_CUDA
+  if (x.is_cuda()) return device_rms_norm(x, weight, config_.rms_norm_eps);
+#endif
+  return rms_norm(x, weight, config_.rms_norm_eps);
 }
 
 at::Tensor Decoder::forward(const at::Tensor& ids, const at::Tensor& positions,
@@ -370,15 +379,16 @@ at::Tensor Decoder::forward(const at::Tensor& ids, const at::Tensor& positions,
                positions.sizes());
   if (observe) observe("embed", -1, true);
   at::Tensor h = embed(parameters_.embed_tokens, ids);
-  const RopeTable rope = rope_table(positions, frequencies_);
+  const RopeTable rope = rope_table(positions, inverse_frequencies_, frequencies_.attention_factor);
   if (observe) observe("embed", -1, false);
   for (int64_t i = 0; i < config_.num_hidden_layers; ++i) h = run_layer(i, h, rope);
-  return rms_norm(h, parameters_.norm, config_.rms_norm_eps);
+  return norm(h, parameters_.norm);
 }
 
 at::Tensor Decoder::layer(int64_t index, const LayerParameters& l, const at::Tensor& h,
-                          const RopeTable& rope, const Attend& attend,
-                          const PartObserver& observe) const {
+                          const RopeTable& rope, const Attend& attend, const PartObserver& observe,
+                          LayerResult result) const {
+  if (h.is_cuda()) return layer_on_device(index, l, h, rope, attend, observe, result);
   const int64_t batch = h.size(0), n = h.size(1);
   const auto part = [&](std::string_view name, bool begins) {
     if (observe) observe(name, index, begins);
@@ -404,6 +414,41 @@ at::Tensor Decoder::layer(int64_t index, const LayerParameters& l, const at::Ten
   const at::Tensor out = middle + mlp(y, l.gate_weight, l.up_weight, l.down_weight, mlp_tile_);
   part("mlp", false);
   return out;
+}
+
+at::Tensor Decoder::layer_on_device([[maybe_unused]] int64_t index,
+                                    [[maybe_unused]] const LayerParameters& l,
+                                    [[maybe_unused]] const at::Tensor& h,
+                                    [[maybe_unused]] const RopeTable& rope,
+                                    [[maybe_unused]] const Attend& attend,
+                                    [[maybe_unused]] const PartObserver& observe,
+                                    [[maybe_unused]] LayerResult result) const {
+#ifdef MT_WITH_CUDA
+  DeviceLayerOptions options{.num_q_heads = config_.num_attention_heads,
+                             .num_kv_heads = config_.num_key_value_heads,
+                             .head_dim = config_.head_dim,
+                             .rms_norm_eps = config_.rms_norm_eps,
+                             .mlp_tile = mlp_tile_,
+                             .result = result,
+                             .observe = {}};
+  const auto part = [observe, index](std::string_view name, bool begins) {
+    if (observe) observe(name, index, begins);
+  };
+  if (observe) options.observe = part;
+  part("attention_input", true);
+  const AttentionInput input = attention_input(h, l, rope, options);
+  part("attention_input", false);
+  part("attention", true);
+  const at::Tensor attended =
+      attend(index, input.q, input.k, input.v).reshape({h.size(0), h.size(1), -1});
+  part("attention", false);
+  part("mlp", true);
+  const at::Tensor out = attention_output(input.h, attended, l, options);
+  part("mlp", false);
+  return out;
+#else
+  throw Unsupported("model: this program was built without CUDA");
+#endif
 }
 
 double Decoder::dense_flops_per_token() const {

@@ -94,16 +94,22 @@ struct DecoderParameters {
   std::vector<Parameter> list() const;
 };
 
-/// Every value is a function of (seed, parameter name, element) alone: the same for every number of ranks and threads.
-DecoderParameters init_parameters(const DecoderConfig& config, uint64_t seed);
+/// Every value is a function of (seed, parameter name, element) alone: the same for every number of ranks and threads, on a GPU too.
+DecoderParameters init_parameters(const DecoderConfig& config, uint64_t seed,
+                                  at::Device device = at::kCPU);
 /// The same tensors without values, for weights that are read from files. On the meta device: names and shapes alone.
 DecoderParameters empty_parameters(const DecoderConfig& config, at::Device device = at::kCPU);
 
 /// q [B, n, H, D], k, v [B, n, Hk, D] after RoPE -> [B, n, H, D]; differentiable. Softmax scale is 1 / sqrt(D).
 using Attend = std::function<at::Tensor(int64_t layer, const at::Tensor& q, const at::Tensor& k,
                                         const at::Tensor& v)>;
-/// Called around each part of the model: "embed", "attention_input", "attention", "mlp". For traces.
+/// Called around each part of the model: "embed", "attention_input", "attention", "mlp"; on a GPU also, within them or in backward,
+/// "norm", "mlp backward", "attention_input backward". For traces.
 using PartObserver = std::function<void(std::string_view part, int64_t layer, bool begins)>;
+
+/// What is wanted of a layer's run. kGradient: its gradient alone, as when it runs a second time; what the layer returns has the
+/// graph and the shape, and values that mean nothing. On a GPU the MLP's last product is then left out.
+enum class LayerResult { kValues, kGradient };
 
 /// One layer: h [B, n, hidden] -> [B, n, hidden]; differentiable.
 using RunLayer =
@@ -111,7 +117,8 @@ using RunLayer =
 
 class Decoder {
  public:
-  /// mlp_tile: tokens of a tile of the MLP (mlp.h); 0: off.
+  /// mlp_tile: tokens of a tile of the MLP (mlp.h); 0: off. On a GPU the values of a layer's projections that are multiplied
+  /// together move behind one another (device_layer.h).
   /// Errors: InvalidArgument, those of check(); parameters whose names or shapes are not those of the configuration.
   Decoder(const DecoderConfig& config, DecoderParameters parameters, int64_t mlp_tile = 0);
 
@@ -127,17 +134,23 @@ class Decoder {
   RunLayer layers_with(Attend attend, PartObserver observe = {}) const;
   /// Layer `index` alone, with `l` for its parameters.
   at::Tensor layer(int64_t index, const LayerParameters& l, const at::Tensor& h,
-                   const RopeTable& rope, const Attend& attend,
-                   const PartObserver& observe = {}) const;
+                   const RopeTable& rope, const Attend& attend, const PartObserver& observe = {},
+                   LayerResult result = LayerResult::kValues) const;
   /// [vocab, hidden]
   const at::Tensor& head_weight() const { return parameters_.lm_head; }
   /// FLOPs of forward and backward a token without attention's pairs: 6 x matrix parameters (the head counted).
   double dense_flops_per_token() const;
 
  private:
+  at::Tensor layer_on_device(int64_t index, const LayerParameters& l, const at::Tensor& h,
+                             const RopeTable& rope, const Attend& attend,
+                             const PartObserver& observe, LayerResult result) const;
+  at::Tensor norm(const at::Tensor& x, const at::Tensor& weight) const;
+
   DecoderConfig config_;
   DecoderParameters parameters_;
   RopeFrequencies frequencies_;
+  at::Tensor inverse_frequencies_;  // on the parameters' device
   int64_t mlp_tile_;
 };
 

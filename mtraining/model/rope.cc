@@ -18,14 +18,19 @@ RopeFrequencies decoder_frequencies(const RopeParameters& rope, int64_t head_dim
 }
 
 RopeTable rope_table(const at::Tensor& positions, const RopeFrequencies& frequencies) {
+  return rope_table(positions, at::tensor(frequencies.inverse, at::kFloat).to(positions.device()),
+                    frequencies.attention_factor);
+}
+
+RopeTable rope_table(const at::Tensor& positions, const at::Tensor& inverse_frequencies,
+                     double attention_factor) {
   MT_CHECK_ARG(
       (positions.dim() == 1 || positions.dim() == 2) && positions.scalar_type() == at::kLong,
       "positions: expected [n] or [B, n] int64, got ", positions.sizes(), " ",
       positions.scalar_type());
-  const at::Tensor inverse = at::tensor(frequencies.inverse, at::kFloat).to(positions.device());
-  const at::Tensor phases = (positions.to(at::kFloat).unsqueeze(-1) * inverse).unsqueeze(-2);
-  return {at::cos(phases).mul_(frequencies.attention_factor),
-          at::sin(phases).mul_(frequencies.attention_factor)};
+  const at::Tensor phases =
+      (positions.to(at::kFloat).unsqueeze(-1) * inverse_frequencies).unsqueeze(-2);
+  return {at::cos(phases).mul_(attention_factor), at::sin(phases).mul_(attention_factor)};
 }
 
 at::Tensor apply_rope(const at::Tensor& x, const RopeTable& table) {

@@ -25,6 +25,9 @@ struct RopeTable {
 
 /// On the positions' device. Errors: InvalidArgument where positions are neither an int64 vector nor a matrix.
 RopeTable rope_table(const at::Tensor& positions, const RopeFrequencies& frequencies);
+/// The same from inverse frequencies [D/2] float32 on the positions' device, without a copy from the host.
+RopeTable rope_table(const at::Tensor& positions, const at::Tensor& inverse_frequencies,
+                     double attention_factor);
 /// Differentiable in x.
 at::Tensor apply_rope(const at::Tensor& x, const RopeTable& table);
 

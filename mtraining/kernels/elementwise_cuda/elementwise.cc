@@ -83,6 +83,7 @@ int64_t rms_norm_partial_rows(DType dtype, int64_t rows, int64_t width) {
 void rms_norm_backward(const RmsNormBackward& params) {
   RmsNormBackward p = params;
   check_norm(p.dtype, p.rows, p.width);
+  p.dout_rows = checked(p.dout_rows, p.width);
   p.x_rows = checked(p.x_rows, p.width);
   p.dx_rows = checked(p.dx_rows, p.width);
   check_pointer("rms_norm backward", "dweight", p.dweight);

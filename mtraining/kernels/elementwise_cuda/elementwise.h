@@ -43,9 +43,10 @@ void rms_norm(const RmsNormForward& params);
 struct RmsNormBackward {
   DType dtype = DType::kBFloat16;
   int64_t rows = 0, width = 0;
-  const void* dout = nullptr;  // [rows, width] plain
-  const void* x = nullptr;     // as x_rows says
-  Rows x_rows = {};            // of x and dx
+  const void* dout = nullptr;  // as dout_rows says
+  Rows dout_rows = {};
+  const void* x = nullptr;  // as x_rows says
+  Rows x_rows = {};
   Rows dx_rows = {};
   const void* weight = nullptr;         // [width]
   const float* inverse_root = nullptr;  // [rows]

@@ -48,23 +48,36 @@ __global__ void __launch_bounds__(kNormThreads) forward_kernel(RmsNormForward p)
     if (column < p.width) w[v] = load<kWide>(weight + column);
   }
   const float scale = 1.0f / static_cast<float>(p.width), eps = static_cast<float>(p.eps);
-  int parity = 0;
-  // All groups of a block go round equally often: the barrier counts on it.
-  for (int64_t first = static_cast<int64_t>(blockIdx.x) * kRows; first < p.rows;
-       first += static_cast<int64_t>(gridDim.x) * kRows, parity ^= 1) {
-    const int64_t row = first + threadIdx.x / kGroup;
-    const bool exists = row < p.rows;
-    const auto* x = static_cast<const T*>(p.x) + (exists ? row_offset(row, p.x_rows, p.width) : 0);
-    Packed<T, kWide> values[kVectors], added[kVectors];
-    float squares = 0;
+  // The next row is on its way while this one is summed: a row alone would not keep memory busy.
+  Packed<T, kWide> next[kVectors];
+  const auto fetch = [&](int64_t row) {
+    if (row >= p.rows) return;
+    const T* x = static_cast<const T*>(p.x) + row_offset(row, p.x_rows, p.width);
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       const int64_t column = static_cast<int64_t>(v * kGroup + lane) * kWide;
-      if (!exists || column >= p.width) continue;
-      values[v] = load<kWide>(x + column);
-      if constexpr (kAdds)
-        added[v] = load<kWide>(static_cast<const T*>(p.added) + row * p.width + column);
+      if (column < p.width) next[v] = load<kWide>(x + column);
     }
+  };
+  const int64_t step = static_cast<int64_t>(gridDim.x) * kRows;
+  const int64_t mine = static_cast<int64_t>(blockIdx.x) * kRows + threadIdx.x / kGroup;
+  fetch(mine);
+  int parity = 0;
+  // All groups of a block go round equally often: the barrier counts on it.
+  for (int64_t row = mine; row - threadIdx.x / kGroup < p.rows; row += step, parity ^= 1) {
+    const bool exists = row < p.rows;
+    Packed<T, kWide> values[kVectors], added[kVectors];
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      const int64_t column = static_cast<int64_t>(v * kGroup + lane) * kWide;
+      values[v] = next[v];
+      if constexpr (kAdds) {
+        if (exists && column < p.width)
+          added[v] = load<kWide>(static_cast<const T*>(p.added) + row * p.width + column);
+      }
+    }
+    fetch(row + step);
+    float squares = 0;
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       const int64_t column = static_cast<int64_t>(v * kGroup + lane) * kWide;
@@ -108,6 +121,8 @@ __global__ void __launch_bounds__(kNormThreads) backward_kernel(RmsNormBackward 
     const int64_t row = first + threadIdx.x / kGroup;
     const bool exists = row < p.rows;
     const auto* x = static_cast<const T*>(p.x) + (exists ? row_offset(row, p.x_rows, p.width) : 0);
+    const auto* dout =
+        static_cast<const T*>(p.dout) + (exists ? row_offset(row, p.dout_rows, p.width) : 0);
     const float root = exists ? p.inverse_root[row] : 0;
     Packed<T, kWide> xs[kVectors], ds[kVectors], added[kVectors];
     float product = 0;
@@ -116,7 +131,7 @@ __global__ void __launch_bounds__(kNormThreads) backward_kernel(RmsNormBackward 
       const int64_t column = static_cast<int64_t>(v * kGroup + lane) * kWide;
       if (!exists || column >= p.width) continue;
       xs[v] = load<kWide>(x + column);
-      ds[v] = load<kWide>(static_cast<const T*>(p.dout) + row * p.width + column);
+      ds[v] = load<kWide>(dout + column);
       if constexpr (kAdds)
         added[v] = load<kWide>(static_cast<const T*>(p.added) + row * p.width + column);
     }
