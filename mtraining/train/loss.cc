@@ -5,8 +5,12 @@
 
 #include <algorithm>
 
+#include "mtraining/attention/tensors.h"
 #include "mtraining/base/check.h"
 #include "mtraining/data/batches.h"
+#ifdef MT_WITH_CUDA
+#include "mtraining/kernels/elementwise_cuda/elementwise.h"
+#endif
 
 namespace mtraining::train {
 namespace {
@@ -38,35 +42,50 @@ at::Tensor sum_over_chunks(const at::Tensor& hidden, const at::Tensor& weight,
   return sum.to(at::kFloat);
 }
 
+/// Fills losses [rows]; the gradient, in `dtype`, takes the logits' place: its rows begin where theirs did.
+at::Tensor cross_entropy([[maybe_unused]] at::Tensor logits,
+                         [[maybe_unused]] const at::Tensor& labels,
+                         [[maybe_unused]] at::Tensor losses, at::ScalarType dtype,
+                         [[maybe_unused]] bool gradient) {
+#ifdef MT_WITH_CUDA
+  const at::Tensor ids = labels.contiguous();
+  kernels::elementwise_cuda::cross_entropy(
+      {.logits_dtype = kernels::DType::kFloat32,
+       .gradient_dtype = attention::kernel_dtype(at::empty({0}, dtype), "the head's weight"),
+       .rows = logits.size(0),
+       .vocab = logits.size(1),
+       .logits = logits.data_ptr(),
+       .row_stride = logits.stride(0),
+       .labels = ids.const_data_ptr<int64_t>(),
+       .ignored = data::kIgnored,
+       .loss = losses.data_ptr<float>(),
+       .gradient = gradient,
+       .stream = attention::current_stream(logits.device())});
+#endif
+  return logits.view(dtype).narrow(1, 0, logits.size(1));
+}
+
 /// The same where products of bf16 give float32 (tensor cores): no float32 copy of the head or of hidden, and one chunk of float32
 /// logits, in which the gradient is made; it enters the products rounded to the head's type.
 at::Tensor sum_over_low_chunks(const at::Tensor& hidden, const at::Tensor& weight,
                                const at::Tensor& labels, int64_t chunk_tokens,
                                at::Tensor* hidden_gradient, at::Tensor* weight_gradient) {
-  at::Tensor sum = at::zeros({}, hidden.options().dtype(at::kDouble));
+  at::Tensor row_losses = at::empty({hidden.size(0)}, hidden.options().dtype(at::kFloat));
   const int64_t most = std::min(chunk_tokens, hidden.size(0));
   at::Tensor memory = at::empty({most, weight.size(0)}, hidden.options().dtype(at::kFloat));
   for (int64_t begin = 0; begin < hidden.size(0); begin += chunk_tokens) {
     const int64_t count = std::min(chunk_tokens, hidden.size(0) - begin);
     const at::Tensor x = hidden.narrow(0, begin, count);
-    const at::Tensor y = labels.narrow(0, begin, count).unsqueeze(1);
-    const at::Tensor ignored = y.eq(data::kIgnored), target = y.masked_fill(ignored, 0);
-    at::Tensor logits = memory.narrow(0, 0, count);
+    at::Tensor logits = memory.narrow(0, 0, count), losses = row_losses.narrow(0, begin, count);
     at::mm_out(logits, x, weight.t(), at::kFloat);
-    const at::Tensor of_target = logits.gather(1, target), largest = logits.amax({1}, true);
-    logits.sub_(largest).exp_();
-    const at::Tensor total = logits.sum({1}, true);
-    const at::Tensor losses = total.log().add_(largest).sub_(of_target).masked_fill_(ignored, 0);
-    sum += losses.sum(at::kDouble);
+    const at::Tensor d = cross_entropy(logits, labels.narrow(0, begin, count), losses,
+                                       weight.scalar_type(), hidden_gradient != nullptr);
     if (hidden_gradient == nullptr) continue;
-    logits.div_(total);
-    logits.scatter_add_(1, target, at::full_like(target, -1, logits.options()));
-    const at::Tensor d = logits.masked_fill_(ignored, 0).to(weight.scalar_type());
     at::Tensor rows = hidden_gradient->narrow(0, begin, count);
     at::mm_out(rows, d, weight);
     at::addmm_out(*weight_gradient, *weight_gradient, d.t(), x, at::kFloat);
   }
-  return sum.to(at::kFloat);
+  return row_losses.sum(at::kDouble).to(at::kFloat);
 }
 
 bool multiplies_low(const at::Tensor& hidden) {

@@ -4,10 +4,11 @@
 // Next: the trainer divides sums by the count of all ranks and micro-steps.
 //
 // Gradients of hidden and weight are made in the same pass as the loss (the upstream gradient of a sum is one number), so no
-// product is done twice. Labels may lie in host memory, where they are checked without waiting for a GPU. Memory: about three times a chunk of logits, [chunk, vocab] float32, the gradient of hidden, a float32
-// gradient of the weight, and for a bf16 weight its float32 copy. bf16 on a GPU: products take bf16 and give float32; no copy of the
-// weight, one and a half chunks of logits. Chunks of another size change the last bits: the sum is of
-// double partial sums, the weight's gradient of float32 ones, and a matrix product's rows may round with their number.
+// product is done twice. Labels may lie in host memory, where they are checked without waiting for a GPU. Memory: about three times
+// a chunk of logits, [chunk, vocab] float32, the gradient of hidden, a float32 gradient of the weight, and for a bf16 weight its
+// float32 copy. bf16 on a GPU: products take bf16 and give float32; no copy of the weight, one chunk of logits, in whose place the
+// gradient is made. Chunks of another size change the last bits: the sum is of double partial sums, the weight's gradient of
+// float32 ones, and a matrix product's rows may round with their number.
 #pragma once
 
 #include <ATen/core/Tensor.h>
