@@ -1,11 +1,10 @@
 // A consumer warpgroup of the key-stationary backward: 64 keys against the stages of queries that its notes say it needs.
 //
-// In:   keys, values, stages of queries and dout, notes in shared memory. Out: dk, dv of its keys; its half of the columns of dq.
-// Next: backward_kernel.cuh.
+// In:   keys, values, stages of queries and dout, notes in shared memory. Out: dk, dv of its keys; score gradients in shared memory.
+// Next: backward_query_gradients.cuh, which makes dq of them.
 //
 // Scores are kept transposed, S^T[key][query]: the probabilities and their gradients leave the accumulators as the left operands of
-// dv += P^T dO and dk += dS^T Q. For dq = dS K, dS^T goes through shared memory, where the other group reads it too: each group
-// computes half of D over the keys of both. That product is done one stage later, so that no group waits for the other.
+// dv += P^T dO and dk += dS^T Q. A group waits for nobody but the producer; stages that it does not need cost it a look at a note.
 #pragma once
 
 #include <climits>
@@ -21,18 +20,12 @@ namespace mtraining::kernels::sm90 {
 template <typename Element, int kD, bool kWithQueries, int kGroup>
 struct KeyConsumer {
   using Shape = BackwardShape<kD, kWithQueries>;
-  static constexpr int kHalf = kD / 2;  // columns of dq of one group
   const BackwardArgs& args;
   uint32_t base;
   int warp, lane;  // warp within the group
   RingCursor<Shape::kStages> ring;
-  uint32_t step = 0;  // stages before this one, over all items: which buffer of score gradients
-
-  /// A stage whose part of dq is still to be computed.
-  struct Due {
-    int32_t q_block = 0, row = -1;  // row: head and batch << 16; -1: none
-  };
-  Due stashed;  // whose part of dq is in shared memory
+  uint32_t step =
+      0;  // stages that this group needed so far, over all items: which buffer of score gradients
 
   /// Where it is needed: hoisted out of the loop, such addresses would take the registers.
   static __device__ __forceinline__ uint32_t exclusive_or(uint32_t a, uint32_t b) {
@@ -48,13 +41,17 @@ struct KeyConsumer {
 
   // ---- scores ----
 
-  /// d = a b^T over D, both [64][D].
+  /// d = a b^T over D, both [64][D]. The first product does not read d: else its old values would keep registers.
   __device__ __forceinline__ void issue_scores(float (&d)[32], uint32_t a, uint32_t b) const {
     const uint64_t left = matrix_descriptor<16, 1024>(a), right = matrix_descriptor<16, 1024>(b);
 #pragma unroll
     for (int c = 0; c < kD / 16; ++c) {
       const int at = (c / 4 * 8192 + c % 4 * 32) / 16;
-      wgmma_shared<Element, 64, 0, 0>(d, left + at, right + at, c > 0);
+      if (c == 0) {
+        wgmma_first<Element, 64, 0, 0>(d, left, right);
+      } else {
+        wgmma_shared<Element, 64, 0, 0>(d, left + at, right + at, true);
+      }
     }
     wgmma_commit();
   }
@@ -99,19 +96,23 @@ struct KeyConsumer {
     }
   }
 
-  /// Of this thread's 16 queries: the first or second half of a stage's statistics.
-  __device__ __forceinline__ void load_statistics(float2 (&of)[8], uint32_t statistics) const {
+  /// Four pairs of this thread's 16 queries, from the first or second half of a stage's statistics.
+  __device__ __forceinline__ void load_statistics(float2 (&of)[4], uint32_t statistics,
+                                                  int half) const {
 #pragma unroll
-    for (int j = 0; j < 8; ++j) of[j] = load_shared_f2(statistics + (8 * j + 2 * (lane & 3)) * 4);
+    for (int j = 0; j < 4; ++j)
+      of[j] = load_shared_f2(statistics + (8 * (4 * half + j) + 2 * (lane & 3)) * 4);
   }
 
-  __device__ __forceinline__ void probabilities(float (&s)[32], const float2 (&lse)[8]) const {
+  __device__ __forceinline__ void probabilities(float (&s)[32], uint32_t statistics) const {
 #pragma unroll
-    for (int j = 0; j < 8; ++j) {
+    for (int half = 0; half < 2; ++half) {
+      float2 lse[4];
+      load_statistics(lse, statistics, half);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        float& x = s[4 * j + i];
-        x = exp2_approx(fmaf(x, args.scale_log2, i % 2 == 0 ? lse[j].x : lse[j].y));
+      for (int i = 0; i < 16; ++i) {
+        float& x = s[16 * half + i];
+        x = exp2_approx(fmaf(x, args.scale_log2, i % 2 == 0 ? lse[i / 4].x : lse[i / 4].y));
       }
     }
   }
@@ -121,43 +122,56 @@ struct KeyConsumer {
   __device__ __forceinline__ float early_scale() const { return kScaleLast ? 1.0f : args.scale; }
   __device__ __forceinline__ float late_scale() const { return kScaleLast ? args.scale : 1.0f; }
 
-  /// dp = p (dp - delta), times softmax_scale unless that comes last.
-  __device__ __forceinline__ void score_gradients(float (&dp)[32], const float (&p)[32],
-                                                  const float2 (&delta)[8]) const {
+  /// Probabilities and their gradients, p (dp - delta), rounded: operands of the products. Times softmax_scale unless that comes last.
+  __device__ __forceinline__ void score_gradients(const float (&dp)[32], const float (&p)[32],
+                                                  uint32_t deltas, uint32_t (&rounded)[4][4],
+                                                  uint32_t (&gradients)[4][4]) const {
 #pragma unroll
-    for (int j = 0; j < 8; ++j) {
+    for (int c = 0; c < 4; ++c) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        float& x = dp[4 * j + i];
-        x = p[4 * j + i] * fmaf(x, early_scale(), i % 2 == 0 ? delta[j].x : delta[j].y);
+      for (int j = 0; j < 2; ++j) {
+        const float2 delta = load_shared_f2(deltas + (8 * (2 * c + j) + 2 * (lane & 3)) * 4);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          const int i = 8 * c + 4 * j + 2 * r;
+          gradients[c][2 * j + r] =
+              pack<Element>(p[i] * fmaf(dp[i], early_scale(), delta.x),
+                            p[i + 1] * fmaf(dp[i + 1], early_scale(), delta.y));
+          rounded[c][2 * j + r] = pack<Element>(p[i], p[i + 1]);
+          asm volatile("" : "+r"(gradients[c][2 * j + r]), "+r"(rounded[c][2 * j + r]));
+        }
       }
     }
   }
 
   /// The same where keys are hidden. Hidden pairs get 0 whatever dp holds. So do keys that have all of a row's weight to the
   /// rounding of lse: there dp - delta is 0 but for rounding, and a row that sees one key has no gradient.
-  __device__ __forceinline__ void masked_score_gradients(float (&dp)[32], const float (&p)[32],
-                                                         uint32_t statistics) const {
-#pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      const uint32_t at = statistics + (8 * j + 2 * (lane & 3)) * 4;
-      const float2 lse = load_shared_f2(at), delta = load_shared_f2(at + 256);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        float& x = dp[4 * j + i];
-        const float all = 1.0f - 1e-6f - 3e-7f * fabsf(i % 2 == 0 ? lse.x : lse.y);
-        const float p_here = p[4 * j + i];
-        const float gradient = p_here * fmaf(x, early_scale(), i % 2 == 0 ? delta.x : delta.y);
-        x = p_here > 0 && p_here < all ? gradient : 0.0f;
-      }
-    }
-  }
-
-  __device__ __forceinline__ void round(uint32_t (&p)[4][4], const float (&s)[32]) const {
+  __device__ __forceinline__ void masked_score_gradients(const float (&dp)[32],
+                                                         const float (&p)[32], uint32_t statistics,
+                                                         uint32_t (&rounded)[4][4],
+                                                         uint32_t (&gradients)[4][4]) const {
 #pragma unroll
     for (int c = 0; c < 4; ++c) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) p[c][i] = pack<Element>(s[8 * c + 2 * i], s[8 * c + 2 * i + 1]);
+      for (int j = 0; j < 2; ++j) {
+        const uint32_t at = statistics + (8 * (2 * c + j) + 2 * (lane & 3)) * 4;
+        const float2 lse = load_shared_f2(at), delta = load_shared_f2(at + 256);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          float gradient[2];
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            const int i = 8 * c + 4 * j + 2 * r + e;
+            const float all = 1.0f - 1e-6f - 3e-7f * fabsf(e == 0 ? lse.x : lse.y);
+            const float x = p[i] * fmaf(dp[i], early_scale(), e == 0 ? delta.x : delta.y);
+            gradient[e] = p[i] > 0 && p[i] < all ? x : 0.0f;
+          }
+          gradients[c][2 * j + r] = pack<Element>(gradient[0], gradient[1]);
+          rounded[c][2 * j + r] =
+              pack<Element>(p[8 * c + 4 * j + 2 * r], p[8 * c + 4 * j + 2 * r + 1]);
+          asm volatile("" : "+r"(gradients[c][2 * j + r]), "+r"(rounded[c][2 * j + r]));
+        }
+      }
     }
   }
 
@@ -170,87 +184,6 @@ struct KeyConsumer {
     for (int c = 0; c < 4; ++c) stmatrix_x4(exclusive_or(at, c * 32), ds[c]);
   }
 
-  __device__ __forceinline__ void clear_scores(uint32_t buffer) const {
-    const uint32_t at = Shape::scores(base, buffer, kGroup) + (32 * warp + lane) * 16;
-#pragma unroll
-    for (int i = 0; i < Shape::kScoreBytes / 2048; ++i) store_shared_v4(at + i * 2048, 0, 0, 0, 0);
-  }
-
-  // ---- dq ----
-
-  /// Issues this group's half of the part of dq that the stage before left in `buffer`, over the keys of both groups.
-  __device__ __forceinline__ void issue_queries(float (&dq)[kHalf / 2], uint32_t buffer) const {
-#pragma unroll
-    for (int keys_of = 0; keys_of < 2; ++keys_of) {
-      const uint64_t ds = matrix_descriptor<8192, 1024>(Shape::scores(base, buffer, keys_of));
-      const uint64_t k = matrix_descriptor<8192, 1024>(Shape::keys(base, keys_of) +
-                                                       kGroup * (kD == 128 ? 8192 : 64));
-#pragma unroll
-      for (int c = 0; c < 4; ++c) {
-        wgmma_shared<Element, kHalf, 1, 1>(dq, ds + c * 2048 / 16, k + c * 2048 / 16,
-                                           keys_of > 0 || c > 0);
-      }
-    }
-    wgmma_commit();
-  }
-
-  /// Gives back the buffer of the stage before and leaves this group's half of its part of dq in shared memory, each warp its 16
-  /// rows; send() adds it once the writes are ordered before the copy.
-  __device__ __forceinline__ void stash(const float (&dq)[kHalf / 2], const Due& due) {
-    if (due.row < 0) return;
-    arrive(Shape::scores_empty(base, (step - 1) & 1));
-    if (lane == 0) bulk_wait_read<0>();
-    __syncwarp();
-    // Row lane / 4 (and 8 below), chunk 2 (j % 4) + (lane & 3) / 2 of 16 bytes, swizzled by the row.
-    const uint32_t at = Shape::part(base, kGroup, warp) + lane / 4 * 128 +
-                        (((lane & 3) / 2) ^ lane / 4) * 16 + (lane & 1) * 8;
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const uint32_t chunk = exclusive_or(at, j * 32);
-#pragma unroll
-      for (int i = j; i < kHalf / 8; i += 4) {
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          store_shared_f2(chunk + i / 4 * 2048 + r * 1024, dq[4 * i + 2 * r] * late_scale(),
-                          dq[4 * i + 2 * r + 1] * late_scale());
-        }
-      }
-    }
-    stashed = due;
-  }
-
-  /// After fence_async_shared() of all lanes and __syncwarp().
-  __device__ __forceinline__ void send() {
-    if (stashed.row >= 0 && lane == 0) {
-      tensor_reduce_add_5d(&args.dq, Shape::part(base, kGroup, warp), 0,
-                           stashed.q_block * 64 + 16 * warp, kGroup * (kD / 64),
-                           stashed.row & 0xffff, stashed.row >> 16);
-      bulk_commit();
-    }
-    stashed.row = -1;
-  }
-
-  /// Waits until both groups have written the score gradients of the stage before.
-  __device__ __forceinline__ void wait_for_scores(const Due& due) const {
-    const uint32_t before = step - 1;
-    if (due.row >= 0) mbarrier_wait(Shape::scores_full(base, before & 1), before >> 1 & 1);
-  }
-
-  /// The part of dq that is due, with nothing else in flight.
-  __device__ __forceinline__ void finish(const Due& due) {
-    if (due.row < 0) return;
-    float dq[kHalf / 2];
-    wait_for_scores(due);
-    wgmma_fence();
-    issue_queries(dq, (step - 1) & 1);
-    wgmma_wait<0>();
-    pin(dq);
-    stash(dq, due);
-    fence_async_shared();
-    __syncwarp();
-    send();
-  }
-
   // ---- stages ----
 
   /// This group's flags of the ring's next stage, once it is there.
@@ -259,106 +192,66 @@ struct KeyConsumer {
     const uint32_t flags = load_shared_s32(Shape::note(base, ring.slot));
     return (flags & kEnd) != 0 ? kEnd : flags >> (kGroup * kGroupFlags) & ((1 << kGroupFlags) - 1);
   }
-  /// Gives the ring's next stage back; its part of dq is due.
-  __device__ __forceinline__ Due give_back() {
-    const uint4 note = load_shared_v4(Shape::note(base, ring.slot));
-    arrive(Shape::empty(base, ring.slot));
-    ring.advance();
-    return {static_cast<int32_t>(note.z), static_cast<int32_t>(note.w)};
-  }
 
-  /// Passes stages that this group does not need; only its half of dq is computed. Stops at one that it needs, or the end.
-  __device__ __forceinline__ uint32_t pass(Due& due) {
+  /// Passes stages that this group does not need. Stops at one that it needs, or the end.
+  __device__ __forceinline__ uint32_t pass() {
     uint32_t flags = look();
     while ((flags & (kNeeded | kEnd)) == 0) {
-      if constexpr (kWithQueries) {
-        mbarrier_wait(Shape::scores_empty(base, step & 1), (step >> 1 & 1) ^ 1);
-        clear_scores(step & 1);
-        fence_async_shared();
-        arrive(Shape::scores_full(base, step & 1));
-        send();
-        finish(due);
-        ++step;
-      }
-      due = give_back();
+      arrive(Shape::empty(base, ring.slot));
+      ring.advance();
       flags = look();
     }
     return flags;
   }
 
+  /// Score gradients of a stage to the warpgroup that computes dq.
+  __device__ __forceinline__ void leave_scores(const uint32_t (&gradients)[4][4]) {
+    const uint32_t buffer = step & 1;
+    mbarrier_wait(Shape::scores_empty(base, buffer, kGroup), (step >> 1 & 1) ^ 1);
+    store_scores(gradients, buffer);
+    fence_async_shared();
+    arrive(Shape::scores_full(base, buffer, kGroup));
+    ++step;
+  }
+
   /// Stages that this group needs, one after the other; ends before the first that it does not need, or the end.
-  __device__ __forceinline__ void work(float (&dk)[kD / 2], float (&dv)[kD / 2], uint32_t flags,
-                                       Due& due) {
-    float s[32];
+  __device__ __forceinline__ void work(float (&dk)[kD / 2], float (&dv)[kD / 2], uint32_t flags) {
     wgmma_fence();
+    float s[32];
     issue_scores(s, Shape::keys(base, kGroup), Shape::queries(base, ring.slot));
-    for (;;) {  // scores on their way into s
-      const uint32_t statistics = Shape::statistics(base, ring.slot);
-      float dp[32], dq[kHalf / 2];
-      float2 lse[8], delta[8];
-      load_statistics(lse, statistics);
-      wgmma_fence();
-      issue_scores(dp, Shape::values(base, kGroup), Shape::dout(base, ring.slot));
-      wgmma_wait<1>();
-      pin(s);
+    wgmma_wait<0>();
+    pin(s);
+    for (;;) {  // nothing in flight; s holds scores
+      const uint32_t slot = ring.slot;
       const bool masked = (flags & (kMaskBits | kMaskEach)) != 0;
       if (masked) mask(s, flags);
-      probabilities(s, lse);
+      probabilities(s, Shape::statistics(base, slot));
+      float dp[32];
+      wgmma_fence();
+      issue_scores(dp, Shape::values(base, kGroup), Shape::dout(base, slot));
       wgmma_wait<0>();
       pin(dp);
-      if (masked) {
-        masked_score_gradients(dp, s, statistics);
-      } else {
-        load_statistics(delta, statistics + 256);
-        score_gradients(dp, s, delta);
-      }
       uint32_t rounded[4][4], gradients[4][4];
-      round(rounded, s);
-      round(gradients, dp);
-      wgmma_fence();
-      issue_keys(dv, rounded, Shape::dout(base, ring.slot));
-      if constexpr (kWithQueries) {
-        mbarrier_wait(Shape::scores_empty(base, step & 1), (step >> 1 & 1) ^ 1);
-        store_scores(gradients, step & 1);
-      }
-      wgmma_fence();
-      issue_keys(dk, gradients, Shape::queries(base, ring.slot));
-      if constexpr (kWithQueries) {
-        fence_async_shared();
-        arrive(Shape::scores_full(base, step & 1));
-        send();
-        // Where nothing is due, a product of whatever is there, added to nothing: the products in flight are then always the same.
-        wait_for_scores(due);
-        wgmma_fence();
-        issue_queries(dq, (step - 1) & 1);
-        wgmma_wait<1>();
+      if (masked) {
+        masked_score_gradients(dp, s, Shape::statistics(base, slot), rounded, gradients);
       } else {
-        wgmma_wait<0>();
+        score_gradients(dp, s, Shape::statistics(base, slot) + 256, rounded, gradients);
       }
+      wgmma_fence();
+      issue_keys(dv, rounded, Shape::dout(base, slot));
+      issue_keys(dk, gradients, Shape::queries(base, slot));
+      if constexpr (kWithQueries) leave_scores(gradients);
+      ring.advance();
+      flags = look();
+      wgmma_wait<0>();
       pin(dk);
       pin(dv);
-      const Due left = give_back();
-      flags = look();
-      if ((flags & kNeeded) == 0) {
-        if constexpr (kWithQueries) {
-          wgmma_wait<0>();
-          pin(dq);
-          stash(dq, due);
-          ++step;
-        }
-        due = left;
-        return;
-      }
+      arrive(Shape::empty(base, slot));
+      if ((flags & kNeeded) == 0) return;
       wgmma_fence();
       issue_scores(s, Shape::keys(base, kGroup), Shape::queries(base, ring.slot));
-      if constexpr (kWithQueries) {
-        wgmma_wait<0>();
-        pin(dq);
-        pin(s);
-        stash(dq, due);
-        ++step;
-      }
-      due = left;
+      wgmma_wait<0>();
+      pin(s);
     }
   }
 
@@ -417,28 +310,19 @@ struct KeyConsumer {
       float dk[kD / 2], dv[kD / 2];
 #pragma unroll
       for (int i = 0; i < kD / 2; ++i) dk[i] = dv[i] = 0;
-      Due due;
       bool any = false;
-      for (uint32_t flags = pass(due); (flags & kEnd) == 0; flags = pass(due)) {
+      for (uint32_t flags = pass(); (flags & kEnd) == 0; flags = pass()) {
         any = true;
-        work(dk, dv, flags, due);
+        work(dk, dv, flags);
       }
       arrive(Shape::empty(base, ring.slot));
       ring.advance();
-      if constexpr (kWithQueries) {
-        fence_async_shared();
-        __syncwarp();
-        send();
-        finish(due);
-      }
       const uint4 item = load_shared_v4(Shape::item(base));
       arrive(Shape::keys_empty(base));
       const bool whole =
           (item.x & 255) == kItemColumns && args.column_q_blocks >= args.num_q_blocks;
       if (any || whole) store(dk, dv, item, whole);
     }
-    // Shared memory must outlive the copies that read it.
-    if (kWithQueries && lane == 0) bulk_wait();
   }
 };
 

@@ -1,4 +1,5 @@
-// The key-stationary backward kernel: one producer warp and two consumer warpgroups on every SM, until the queue is empty.
+// The key-stationary backward kernel: one producer warp, two warpgroups of keys and, where dq is asked for, one that computes it on
+// every SM, until the queue is empty.
 //
 // In:   BackwardArgs. Out: dk, dv; dq where it is asked for. Next: one instantiation a file, backward_<dtype>_d<head_dim>.cu.
 #pragma once
@@ -7,6 +8,7 @@
 
 #include "mtraining/kernels/sm90/backward_consumer.cuh"
 #include "mtraining/kernels/sm90/backward_producer.cuh"
+#include "mtraining/kernels/sm90/backward_query_gradients.cuh"
 
 namespace mtraining::kernels::sm90 {
 
@@ -29,8 +31,10 @@ __global__ void __launch_bounds__(BackwardShape<kD, kWithQueries>::kThreads, 1)
     mbarrier_init(Shape::keys_empty(base), kConsumers);
     mbarrier_init(Shape::uncleaned(base), 1);
     for (int b = 0; b < 2; ++b) {
-      mbarrier_init(Shape::scores_full(base, b), kConsumers);
-      mbarrier_init(Shape::scores_empty(base, b), kConsumers);
+      for (int g = 0; g < Shape::kGroups; ++g) {
+        mbarrier_init(Shape::scores_full(base, b, g), 4 * kArrivals);
+        mbarrier_init(Shape::scores_empty(base, b, g), 4 * kArrivals);
+      }
     }
     mbarrier_init_fence();
   }
@@ -41,8 +45,14 @@ __global__ void __launch_bounds__(BackwardShape<kD, kWithQueries>::kThreads, 1)
       KeyProducer<kD, kWithQueries> producer{args, base, lane};
       producer.run();
     }
+  } else if (kWithQueries && warp >= Shape::kKeyWarps) {
+    registers_decrease<Shape::kQueryRegisters>();
+    if constexpr (kWithQueries) {
+      QueryGradients<Element, kD> queries{args, base, warp - Shape::kKeyWarps, lane};
+      queries.run();
+    }
   } else {
-    registers_increase<Shape::kConsumerRegisters>();
+    registers_increase<Shape::kKeyRegisters>();
     if (warp < 4) {
       KeyConsumer<Element, kD, kWithQueries, 0> consumer{args, base, warp, lane};
       consumer.run();

@@ -120,8 +120,7 @@ struct KeyProducer {
                        ? from.column_positions[unit * from.column_capacity + first + key]
                        : from.block_starts[(first + key) / 64] + key % 64 * args.position_stride;
       }
-      // The product of dq runs over both groups' keys: those of a group that is not there must be zeros.
-      padding[i] = key < keys ? position >= args.seq_len : kWithQueries && i >= 2 && keys <= 64;
+      padding[i] = key < keys && position >= args.seq_len;
       store_shared_s32(Shape::positions(base, 0) + key * 4, position);
     }
     uint32_t rows[4];

@@ -9,7 +9,7 @@
 
 namespace mtraining::kernels::sm90 {
 
-/// kWithQueries: dq is computed too, through score gradients that the two groups exchange.
+/// kWithQueries: dq is computed too, by a third consumer warpgroup from the score gradients that the two groups leave.
 template <int kD, bool kWithQueries>
 struct BackwardShape {
   static constexpr int kGroups = 2;               // consumer warpgroups, 64 keys each
@@ -24,17 +24,20 @@ struct BackwardShape {
   static constexpr int kScores = kQueries + kStages * 2 * kTileBytes;
   static constexpr int kParts = kScores + (kWithQueries ? 2 * kGroups * kScoreBytes : 0);
   static constexpr int kStatistics = kParts + (kWithQueries ? 8 * kPartBytes : 0);
-  static __device__ __forceinline__ uint32_t part(uint32_t base, uint32_t group, uint32_t warp) {
-    return base + kParts + (group * 4 + warp) * kPartBytes;
+  static __device__ __forceinline__ uint32_t part(uint32_t base, uint32_t half, uint32_t warp) {
+    return base + kParts + (half * 4 + warp) * kPartBytes;
   }
   static constexpr int kNotes = kStatistics + kStages * kStatisticsBytes;
   static constexpr int kPositions = kNotes + kStages * kNoteBytes;
   static constexpr int kItem = kPositions + kGroups * 64 * 4;
   static constexpr int kBarriers = kItem + 32;
-  static constexpr int kBytes = kBarriers + (2 * kStages + 7) * 8;
-  static constexpr int kConsumerWarps = 4 * kGroups;
+  static constexpr int kBytes = kBarriers + (2 * kStages + 11) * 8;
+  static constexpr int kKeyWarps = 4 * kGroups;
+  static constexpr int kConsumerWarps = kKeyWarps + (kWithQueries ? 4 : 0);
   static constexpr int kThreads = 32 * kConsumerWarps + 128;
-  static constexpr int kConsumerRegisters = 232, kProducerRegisters = 40;
+  // Of a thread; times 128, they are the 65536 of an SM.
+  static constexpr int kKeyRegisters = kWithQueries ? 208 : 232, kQueryRegisters = 64,
+                       kProducerRegisters = kWithQueries ? 32 : 40;
 
   static __device__ __forceinline__ uint32_t keys(uint32_t base, uint32_t group) {
     return base + group * kTileBytes;
@@ -63,7 +66,7 @@ struct BackwardShape {
   }
   static __device__ __forceinline__ uint32_t item(uint32_t base) { return base + kItem; }
   // Barriers: a stage is loaded; done with (every consumer warp); the item's keys are loaded; done with; rows to be cleaned are
-  // loaded; a buffer of score gradients is written; read.
+  // loaded; a group's buffer of score gradients is written; read.
   static __device__ __forceinline__ uint32_t full(uint32_t base, uint32_t slot) {
     return base + kBarriers + slot * 8;
   }
@@ -79,11 +82,13 @@ struct BackwardShape {
   static __device__ __forceinline__ uint32_t uncleaned(uint32_t base) {
     return keys_full(base) + 16;
   }
-  static __device__ __forceinline__ uint32_t scores_full(uint32_t base, uint32_t buffer) {
-    return keys_full(base) + 24 + buffer * 8;
+  static __device__ __forceinline__ uint32_t scores_full(uint32_t base, uint32_t buffer,
+                                                         uint32_t group) {
+    return keys_full(base) + 24 + (buffer * kGroups + group) * 8;
   }
-  static __device__ __forceinline__ uint32_t scores_empty(uint32_t base, uint32_t buffer) {
-    return keys_full(base) + 40 + buffer * 8;
+  static __device__ __forceinline__ uint32_t scores_empty(uint32_t base, uint32_t buffer,
+                                                          uint32_t group) {
+    return keys_full(base) + 56 + (buffer * kGroups + group) * 8;
   }
 };
 
