@@ -75,19 +75,31 @@ def refused(call, *names, kinds=(ValueError, NotImplementedError)):
     assert any(name in text for name in names), (names, text)
 
 
+def written_out(q, k, v, mask, scale=None):
+    """The same sums in q's dtype with a float32 softmax: what its rounding costs."""
+    group = q.shape[2] // k.shape[2]
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    scores = (q @ k.transpose(-1, -2)).float() * scale
+    return (scores.masked_fill(~mask, float("-inf")).softmax(-1).to(q.dtype) @ v).transpose(1, 2)
+
+
 def assert_right(q, k, v, pattern=SPARSE, **options):
-    """Out and gradients of one call against float64 under its own mask."""
+    """Out and gradients of one call against float64 under its own mask, by twice the error of the plain computation."""
     given = [x.detach().requires_grad_() for x in (q, k, v)]
     out, index = mtraining.sparse_attention(*given, pattern=pattern, return_index=True, **options)
+    mask, scale = index.mask(), options.get("softmax_scale")
     exact = [x.detach().double().requires_grad_() for x in given]
-    want, _ = attention(*exact, index.mask(), options.get("softmax_scale"))
-    weight = torch.linspace(-1, 1, out.numel(), device=out.device).view(out.shape)
-    got = [out, *torch.autograd.grad(out, given, weight.to(out.dtype))]
+    want, _ = attention(*exact, mask, scale)
+    plainly = written_out(*given, mask, scale)
+    weight = torch.linspace(-1, 1, out.numel(), device=out.device).view(out.shape).to(out.dtype)
+    got = [out, *torch.autograd.grad(out, given, weight)]
+    rough = [plainly, *torch.autograd.grad(plainly, given, weight)]
     wanted = [want, *torch.autograd.grad(want, exact, weight.double())]
-    for a, b, name in zip(got, wanted, ("out", "dq", "dk", "dv"), strict=True):
-        size = b.norm().clamp_min(1e-3)
-        error = (a.double() - b).norm() / size
-        assert error < 2e-2, (name, error.item(), tuple(q.shape))
+    for a, b, c, name in zip(got, rough, wanted, ("out", "dq", "dk", "dv"), strict=True):
+        error, allowed = (a.double() - c).norm(), 2 * (b.double() - c).norm() + 2e-3 * c.norm()
+        assert error <= allowed + 1e-6, (name, error.item(), allowed.item(), tuple(q.shape))
 
 
 PATTERNS = [SPARSE, mtraining.Dense()]
@@ -250,14 +262,11 @@ def test_gradients_of_any_form(plain, kind):
         "transposed": dout.transpose(1, 2).contiguous().transpose(1, 2),
         "nan": torch.full_like(dout, float("nan")),
     }[kind]
-    if kind == "float32":
-        with pytest.raises(RuntimeError):  # torch's own: a gradient has its output's dtype
-            torch.autograd.grad(out, given, form, retain_graph=True)
-        return
     got = torch.autograd.grad(out, given, form, retain_graph=True)
-    want = torch.autograd.grad(out, given, form.contiguous().clone())
+    want = torch.autograd.grad(out, given, form.contiguous().clone().bfloat16())
     for a, b in zip(got, want, strict=True):
-        assert torch.equal(a, b) or (kind == "nan" and a.isnan().all())
+        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+    assert kind != "nan" or got[2].isnan().any()
 
 
 @pytest.mark.parametrize("which", ["q", "k", "v"])
@@ -273,7 +282,10 @@ def test_a_nan_spoils_no_block_before_it(plain, which):
         others = [i for i in range(200) if i != 150]
         assert torch.equal(out[:, others], clean[:, others])
     assert not out[:, 150].isfinite().any(), "a NaN must not become a number"
-    mtraining.build_index(*given[:2], pattern=SPARSE).density()  # no mass, no crash
+    if which != "v":  # nobody waits for the choice: the next call says what was wrong, once
+        mtraining.build_index(*given[:2], pattern=SPARSE)
+        torch.cuda.synchronize()
+        refused(lambda: mtraining.build_index(*plain[:2], pattern=SPARSE), f"{which}: ", "finite")
 
 
 def broken(index, **changes):
@@ -549,14 +561,14 @@ def test_a_ring_refuses_what_it_cannot_do(alone, plain):
         "head_dim": tuple(x[..., :12] for x in (q, k, v)),
         "not finite": (q, nan, v),
     }
-    for name, given in cases.items():
+    for given in cases.values():
         refused(
             lambda given=given: mtraining.ring_attention(*given, pattern=SPARSE, seq_len=200),
             "q",
             "k",
             "v",
             "head_dim",
-            name,
+            "bf16",
         )
     refused(lambda: mtraining.ring_attention(q, k, v, pattern=SPARSE, seq_len=300), "seq_len", "q")
     # After refusals a ring opens anew.

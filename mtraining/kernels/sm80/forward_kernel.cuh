@@ -245,8 +245,9 @@ struct Forward {
       const int token = (q_block + kGroup) * 64 + inside;
       if (token >= args.num_queries) continue;
       const QueryBounds& bounds = list.bounds(kGroup);
+      // A sum that is not a number is no empty row: it must show in out and lse.
       const bool none =
-          !(sum > 0) || bounds.first + inside * int64_t{args.position_stride} > bounds.last;
+          sum == 0 || bounds.first + inside * int64_t{args.position_stride} > bounds.last;
       const float lse = (row_max[kGroup][r] * args.scale_log2 + log2f(sum)) * 0.69314718055994531f;
       float* lse_at = args.lse + int64_t{row} * args.num_queries + token;
       float* out_at = args.out.data + batch * args.out.stride_batch +

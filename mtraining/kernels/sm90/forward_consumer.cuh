@@ -218,7 +218,8 @@ struct Consumer {
       sum += __shfl_xor_sync(~0u, sum, 2);
       const int token = q_block * 64 + 16 * warp + lane / 4 + 8 * r;
       if (token >= args.num_queries) continue;
-      const bool none = !(sum > 0) || q_position[r] >= args.seq_len;
+      // A sum that is not a number is no empty row: it must show in out and lse.
+      const bool none = sum == 0 || q_position[r] >= args.seq_len;
       const float lse = (row_max[r] * args.scale_log2 + log2f(sum)) * 0.69314718055994531f;
       float* lse_at = args.lse + static_cast<int64_t>(row) * args.num_queries + token;
       float2* out_at =
