@@ -32,8 +32,9 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         prompts = [options.prompt] if options.input is None else read_prompts(options.input)
         model, tokenizer = load(options)
-        for prompt in prompts:
-            output = continue_text(model, tokenizer, prompt, options.max_new_tokens)
+        asked = [token_ids(model, tokenizer, p, options.max_new_tokens) for p in prompts]
+        for prompt, ids in zip(prompts, asked, strict=True):
+            output = continue_ids(model, tokenizer, ids, options.max_new_tokens)
             print(json.dumps({"text": prompt, "output": output}) if options.input else output)
     except (ValueError, NotImplementedError, OSError) as error:
         print(f"mtraining: error: {str(error).splitlines()[0]}", file=sys.stderr)
@@ -83,11 +84,22 @@ def load(options: argparse.Namespace):
     return model.eval(), tokenizer
 
 
-def continue_text(model, tokenizer, prompt: str, max_new_tokens: int) -> str:
-    """The greedy continuation alone, without special tokens. Errors: ValueError for a prompt without tokens."""
+def token_ids(model, tokenizer, prompt: str, max_new_tokens: int):
+    """[1, tokens]. Errors: ValueError for a prompt without tokens, or with more than the model has room for."""
     ids = tokenizer(prompt, return_tensors="pt").input_ids
     if ids.numel() == 0:
         raise ValueError("the prompt has no tokens")
+    room = model.config.max_position_embeddings
+    if ids.shape[1] + max_new_tokens > room:
+        raise ValueError(
+            f"the prompt: expected at most max_position_embeddings - --max-new-tokens = {room - max_new_tokens} tokens, got "
+            f"{ids.shape[1]}"
+        )
+    return ids
+
+
+def continue_ids(model, tokenizer, ids, max_new_tokens: int) -> str:
+    """The greedy continuation alone, without special tokens."""
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     out = model.generate(ids, max_new_tokens=max_new_tokens, do_sample=False, pad_token_id=pad)
     return tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)

@@ -30,6 +30,7 @@ def checkpoint(tmp_path_factory):
         num_key_value_heads=2,
         eos_token_id=None,
         bos_token_id=None,
+        max_position_embeddings=400,
     )
     Qwen2ForCausalLM(config).save_pretrained(folder)
     return folder
@@ -65,6 +66,8 @@ def test_mistakes_are_one_line_and_exit_2(checkpoint, tmp_path, capsys):
         (["--checkpoint", str(checkpoint), "--prompt", ""], "no tokens"),
         (["--checkpoint", str(checkpoint), "--prompt", "a", "--p-slash", "2"], "p_slash"),
         (["--checkpoint", str(checkpoint), "--prompt", "a", "--max-new-tokens", "0"], "at least 1"),
+        (["--checkpoint", str(checkpoint), "--prompt", "a" * 337], "= 336 tokens, got 337"),
+        (["--checkpoint", str(checkpoint), "--prompt", "a", "--max-new-tokens", "400"], "= 0 tok"),
     ):
         assert generate.main(arguments) == 2
         captured = capsys.readouterr()
