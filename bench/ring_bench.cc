@@ -11,10 +11,15 @@
 #include <memory>
 #include <mutex>
 
+#include "bench/ring_ranks.h"
+#include "bench/torch_device.h"
 #include "mtraining/attention/autograd.h"
+#ifdef MT_WITH_CUDA
+#include "mtraining/attention/device_index.h"
+#endif
+#include "mtraining/attention/tensors.h"
 #include "mtraining/base/check.h"
 #include "mtraining/base/parallel.h"
-#include "mtraining/comm/loopback.h"
 #include "mtraining/index/columns.h"
 #include "mtraining/sim/imbalance.h"
 #include "mtraining/sim/traffic_bytes.h"
@@ -27,20 +32,6 @@ using ring::Channel;
 
 constexpr std::array kChannels = {Channel::kFlatKv,   Channel::kInnerKv,   Channel::kOuterKv,
                                   Channel::kFlatGrad, Channel::kInnerGrad, Channel::kOuterGrad};
-
-at::ScalarType scalar_type(kernels::DType dtype) {
-  switch (dtype) {
-    case kernels::DType::kFloat64:
-      return at::kDouble;
-    case kernels::DType::kFloat32:
-      return at::kFloat;
-    case kernels::DType::kBFloat16:
-      return at::kBFloat16;
-    case kernels::DType::kFloat16:
-      return at::kHalf;
-  }
-  MT_ASSERT(false, "dtype ", static_cast<int>(dtype));
-}
 
 at::Tensor shard(const AlignedBytes& whole, int64_t heads, const AttentionSizes& sizes,
                  const layout::Layout& layout, int cp_rank) {
@@ -55,6 +46,26 @@ at::Tensor shard(const AlignedBytes& whole, int64_t heads, const AttentionSizes&
     }
   }
   return result;
+}
+
+/// What the ranks choose from their shards. Collective.
+index::Index chosen_together(RingContext& context, const at::Tensor& q, const at::Tensor& k,
+                             const pattern::VerticalSlashOptions& options) {
+#ifdef MT_WITH_CUDA
+  if (q.is_cuda()) return attention::choose_on_device(context.state(), q, k, 0, {}, options);
+#endif
+  pattern::LocalAttention local;
+  local.layout = &context.layout();
+  local.cp_rank = context.cp_rank();
+  local.batch = 1;
+  local.num_q_heads = q.size(2);
+  local.num_kv_heads = k.size(2);
+  local.head_dim = q.size(3);
+  local.dtype = attention::kernel_dtype(q, "q");
+  local.softmax_scale = 1 / std::sqrt(static_cast<double>(q.size(3)));
+  local.q = attention::const_view(q);
+  local.k = attention::const_view(k);
+  return pattern::build_vertical_slash(local, options, context.index_group());
 }
 
 /// Bytes by channel; "other" is what is on none: columns, index, agreements.
@@ -77,6 +88,28 @@ struct RankSeen {
   int64_t buffer_bytes = 0;
 };
 
+/// All ranks' in the order of ranks. Collective.
+std::vector<RankSeen> gathered(const RankSeen& mine, comm::Communicator& group) {
+  std::string text = Json{{"phases", mine.phase_ms},
+                          {"before", mine.bytes_before},
+                          {"after", mine.bytes_after},
+                          {"buffers", mine.buffer_bytes}}
+                         .dump();
+  constexpr size_t kRoom = 4096;
+  MT_ASSERT(text.size() <= kRoom, "what a rank saw takes ", text.size(), " bytes");
+  text.resize(kRoom, ' ');
+  std::vector<std::string> all(static_cast<size_t>(group.size()), std::string(kRoom, ' '));
+  std::vector<comm::Buffer> parts;
+  for (std::string& part : all) parts.push_back({part.data(), kRoom});
+  group.all_gather({text.data(), kRoom}, parts)->wait();
+  std::vector<RankSeen> seen;
+  for (const std::string& part : all) {
+    const Json json = Json::parse(part);
+    seen.push_back({json["phases"], json["before"], json["after"], json["buffers"]});
+  }
+  return seen;
+}
+
 double rounded(double value) { return std::round(value * 1000) / 1000; }
 
 ring::ScheduleOptions schedule_of(const RingBenchOptions& options) {
@@ -84,7 +117,8 @@ ring::ScheduleOptions schedule_of(const RingBenchOptions& options) {
           .ring = options.ring.ring,
           .inner = options.ring.inner,
           .ring_stride = options.ring.ring_stride,
-          .prefetch_steps = options.ring.prefetch_steps};
+          .prefetch_steps = options.ring.prefetch_steps,
+          .launch_shards = std::max(1, options.ring.launch_shards)};
 }
 
 Json imbalance_json(const index::Index& index, const layout::Layout& layout,
@@ -139,7 +173,10 @@ std::vector<std::string> bench_ring(const RingBenchOptions& given, const Provena
   options.ring.layout.nodes = options.ring.ring == ring::RingKind::kFlat ? 1 : topology.nodes;
   const layout::Layout layout(options.ring.layout);
   ring::forward_schedule(schedule_of(options), 0);
-  const AttentionInputs inputs = make_inputs(sizes, options.seed);
+  // Inputs of a given mask need no structure, and a GPU makes its own.
+  const bool made_there = options.place.on_gpu && options.given != nullptr;
+  AttentionInputs inputs;
+  if (!made_there) inputs = make_inputs(sizes, options.seed);
 
   attention::AttentionPattern pattern;
   pattern.vertical_slash.p_vertical = pattern.vertical_slash.p_slash = options.p;
@@ -147,87 +184,96 @@ std::vector<std::string> bench_ring(const RingBenchOptions& given, const Provena
   if (options.given != nullptr) index = std::make_shared<index::Index>(options.given->index);
 
   AttentionRow row{.case_name = "ring", .pattern = "", .workload = {}, .peer = {}};
-  std::vector<RankSeen> seen(static_cast<size_t>(world));
+  std::vector<RankSeen> seen;
+  std::vector<double> forward_host_ms, backward_host_ms;
+  bool prints = false;
   std::mutex mutex;
-  comm::run_loopback(
-      world,
-      [&](comm::Transport& transport) {
-        at::set_num_threads(1);
-        const ThreadCountScope one_thread(1);
-        RingContext context(options.ring, transport);
-        std::vector<int> everyone(static_cast<size_t>(world));
-        for (int r = 0; r < world; ++r) everyone[r] = r;
-        const auto group = transport.open("bench", everyone);
-        const int rank = context.cp_rank();
-        const at::Tensor q = shard(inputs.q, sizes.num_q_heads, sizes, layout, rank);
-        const at::Tensor k = shard(inputs.k, sizes.num_kv_heads, sizes, layout, rank);
-        const at::Tensor v = shard(inputs.v, sizes.num_kv_heads, sizes, layout, rank);
-        const at::Tensor dout = shard(inputs.dout, sizes.num_q_heads, sizes, layout, rank);
-        RankSeen mine;
-        // From barrier to barrier: the time until the slowest rank is done.
-        const auto phase = [&](Times& times, const auto& body) {
-          group->barrier();
-          Times here;
-          time_once(here, [&] {
-            body();
-            group->barrier();
-          });
-          if (rank == 0) times.wall_ms.push_back(here.wall_ms[0]);
-        };
-        std::string direction;
-        for (int repeat = -options.warm_up; repeat < options.repeats; ++repeat) {
-          if (repeat == 0) {
-            mine.bytes_before = sent(context);
-            context.set_observer([&](const attention::StepTiming& timing) {
-              const std::string what = timing.what;
-              const bool split = what == "wait" || what == "columns";
-              mine.phase_ms[split ? direction + " " + what : what] +=
-                  static_cast<double>(timing.end_us - timing.begin_us) * 1e-3;
-            });
-          }
-          Times ignored_forward, ignored_backward, ignored_index;
-          std::shared_ptr<const index::Index> used = index;
-          if (used == nullptr) {
-            phase(repeat < 0 ? ignored_index : row.index, [&] {
-              const double scale = 1 / std::sqrt(static_cast<double>(sizes.head_dim));
-              pattern::LocalAttention local;
-              local.layout = &context.layout();
-              local.cp_rank = rank;
-              local.batch = 1;
-              local.num_q_heads = sizes.num_q_heads;
-              local.num_kv_heads = sizes.num_kv_heads;
-              local.head_dim = sizes.head_dim;
-              local.dtype = sizes.dtype;
-              local.softmax_scale = scale;
-              local.q = {q.const_data_ptr(), q.stride(0), q.stride(1), q.stride(2)};
-              local.k = {k.const_data_ptr(), k.stride(0), k.stride(1), k.stride(2)};
-              used = std::make_shared<index::Index>(pattern::build_vertical_slash(
-                  local, pattern.vertical_slash, context.index_group()));
-            });
-          }
-          attention::ForwardResult result;
-          direction = "forward";
-          phase(repeat < 0 ? ignored_forward : row.forward,
-                [&] { result = attention::ring_forward(context, q, k, v, *used, 0); });
-          direction = "backward";
-          phase(repeat < 0 ? ignored_backward : row.backward, [&] {
-            attention::ring_backward(context, dout, q, k, v, result.out, result.lse, *used, 0, {},
-                                     result.out_residual);
-          });
-          if (rank == 0) {
-            const std::lock_guard lock(mutex);
-            row.more["density"] = std::round(index::density(*used) * 1e5) / 1e5;
-            row.pairs = total_pairs(*used);
-            if (index == nullptr && repeat == options.repeats - 1)
-              index = used;  // read after the ranks have ended
-          }
-        }
+  run_ranks(options.place, topology, [&](comm::Transport& transport, at::Device device) {
+    at::set_num_threads(1);
+    const ThreadCountScope one_thread(1);
+    RingContext context(options.ring, transport);
+    std::vector<int> everyone(static_cast<size_t>(world));
+    for (int r = 0; r < world; ++r) everyone[r] = r;
+    const auto group = transport.open_host("bench", everyone);
+    const int rank = context.cp_rank();
+    const auto input = [&](const AlignedBytes& whole, int64_t heads) {
+      if (!made_there) return shard(whole, heads, sizes, layout, rank).to(device);
+      return at::randn({1, layout.tokens_per_rank(), heads, sizes.head_dim},
+                       at::TensorOptions().dtype(scalar_type(sizes.dtype)).device(device));
+    };
+    const at::Tensor q = input(inputs.q, sizes.num_q_heads);
+    const at::Tensor k = input(inputs.k, sizes.num_kv_heads);
+    const at::Tensor v = input(inputs.v, sizes.num_kv_heads);
+    const at::Tensor dout = input(inputs.dout, sizes.num_q_heads);
+    wait_for_stream(device);
+    RankSeen mine;
+    // From barrier to barrier: the time until the slowest rank is done.
+    const auto phase = [&](Times* times, std::vector<double>* host_ms, const auto& body) {
+      group->barrier();
+      const double begin = wall_now_ms();
+      body();
+      const double issued = wall_now_ms();
+      wait_for_stream(device);
+      group->barrier();
+      if (rank != 0 || times == nullptr) return;
+      times->wall_ms.push_back(wall_now_ms() - begin);
+      if (host_ms != nullptr) host_ms->push_back(issued - begin);
+    };
+    std::string direction;
+    for (int repeat = -options.warm_up; repeat < options.repeats; ++repeat) {
+      const bool timed = repeat >= 0;
+      if (repeat == 0) {
         context.set_observer({});
-        mine.bytes_after = sent(context);
-        mine.buffer_bytes = context.buffer_bytes();
-        seen[rank] = std::move(mine);
-      },
-      std::chrono::minutes(10));
+        mine.bytes_before = sent(context);
+        if (options.breakdown || device.is_cpu()) {
+          context.set_observer([&](const attention::StepTiming& timing) {
+            const std::string what = timing.what;
+            const bool split = what == "wait" || what == "columns";
+            mine.phase_ms[split ? direction + " " + what : what] +=
+                static_cast<double>(timing.end_us - timing.begin_us) * 1e-3;
+          });
+        }
+      }
+      std::shared_ptr<const index::Index> used = index;
+      if (used == nullptr) {
+        phase(timed ? &row.index : nullptr, nullptr, [&] {
+          used = std::make_shared<index::Index>(
+              chosen_together(context, q, k, pattern.vertical_slash));
+        });
+      }
+      attention::ForwardResult result;
+      direction = "forward";
+      phase(timed ? &row.forward : nullptr, &forward_host_ms,
+            [&] { result = attention::ring_forward(context, q, k, v, *used, 0); });
+      context.finish_observing();
+      direction = "backward";
+      phase(timed ? &row.backward : nullptr, &backward_host_ms, [&] {
+        attention::ring_backward(context, dout, q, k, v, result.out, result.lse, *used, 0, {},
+                                 result.out_residual);
+      });
+      context.finish_observing();
+      if (rank == 0) {
+        const std::lock_guard lock(mutex);
+        row.more["density"] = std::round(index::density(*used) * 1e5) / 1e5;
+        row.pairs = total_pairs(*used);
+        if (index == nullptr && repeat == options.repeats - 1)
+          index = used;  // read after the ranks have ended
+      }
+    }
+    context.set_observer({});
+    mine.bytes_after = sent(context);
+    mine.buffer_bytes = context.buffer_bytes();
+    const std::vector<RankSeen> all = gathered(mine, *group);
+    if (rank == 0) {
+      const std::lock_guard lock(mutex);
+      seen = all;
+      prints = true;
+      row.more["launch_shards"] = context.options().launch_shards;
+      row.more["prefetch_steps"] = context.options().prefetch_steps;
+      row.more["sm_margin"] = context.options().sm_margin;
+    }
+  });
+  if (!prints) return {};  // another process does
 
   row.pattern =
       options.given != nullptr ? options.given->pattern : concat("vertical_slash p ", options.p);
@@ -238,12 +284,12 @@ std::vector<std::string> bench_ring(const RingBenchOptions& given, const Provena
                   .num_q_heads = sizes.num_q_heads,
                   .num_kv_heads = sizes.num_kv_heads,
                   .head_dim = sizes.head_dim,
-                  .inputs = inputs.digest,
-                  .device = concat(cpu_name(world), " as ranks on ", num_threads(), " cores"),
+                  .inputs = made_there ? "normal" : inputs.digest,
+                  .device = device_name(options.place, topology),
                   .harness = from.harness};
   const bool once = options.ring.columns == attention::ColumnMode::kOnce &&
                     !index::union_too_large(*index, static_cast<int>(sizes.num_kv_heads));
-  row.more["virtual"] = topology::to_string(topology);
+  row.more[options.place.job != nullptr ? "topology" : "virtual"] = topology::to_string(topology);
   row.more["ring"] = ring::to_string(options.ring.ring);
   if (options.ring.ring == ring::RingKind::kHierarchical)
     row.more["inner"] = ring::to_string(options.ring.inner);
@@ -284,7 +330,15 @@ std::vector<std::string> bench_ring(const RingBenchOptions& given, const Provena
   row.more["bytes_largest_rank"] = largest;
   row.more["bytes_all_ranks"] = total;
   row.more["buffer_bytes"] = buffers;
-  row.more["worker_imbalance_time"] = busy_sum > 0 ? rounded(busy_max * world / busy_sum) : 1;
+  if (busy_sum > 0) row.more["worker_imbalance_time"] = rounded(busy_max * world / busy_sum);
+  if (options.place.on_gpu) {
+    row.more["fwd_host_ms"] = rounded(spread(forward_host_ms).median);
+    row.more["bwd_host_ms"] = rounded(spread(backward_host_ms).median);
+    if (options.place.inner_bytes_per_s > 0)
+      row.more["inner_gb_per_s"] = options.place.inner_bytes_per_s * 1e-9;
+    if (options.place.outer_bytes_per_s > 0)
+      row.more["outer_gb_per_s"] = options.place.outer_bytes_per_s * 1e-9;
+  }
   std::vector<std::string> lines = {to_line(row, from)};
   if (options.breakdown) {
     for (const auto& [phase, sum] : phase_sum) {
@@ -292,7 +346,7 @@ std::vector<std::string> bench_ring(const RingBenchOptions& given, const Provena
           {"case", "ring phase"},
           {"phase", phase},
           {"ring", row.more["ring"]},
-          {"virtual", row.more["virtual"]},
+          {"topology", topology::to_string(topology)},
           {"ms_largest_rank", rounded(phase_max[phase])},
           {"ms_mean_rank", rounded(sum / world)},
           {"device", row.workload.device},

@@ -1,3 +1,6 @@
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <unistd.h>
+
 #include <CLI/CLI.hpp>
 #include <cstdio>
 #include <optional>
@@ -6,9 +9,13 @@
 
 #include "bench/ring_bench.h"
 #include "cli/bench.h"
+#include "cli/meeting.h"
 #include "cli/parse_options.h"
 #include "mtraining/base/check.h"
+#include "mtraining/comm/c10d.h"
+#include "mtraining/comm/loopback.h"
 #include "mtraining/sim/pattern_file.h"
+#include "mtraining/topology/rendezvous.h"
 
 namespace mtraining::cli {
 namespace {
@@ -16,17 +23,25 @@ namespace {
 const char* const kExamples =
     "Examples:\n"
     "  mtraining bench ring --virtual 4x8 --breakdown\n"
-    "  mtraining bench ring --virtual 2x2 --ring flat --seq-len 4096 --density .1\n";
+    "  mtraining bench ring --virtual 2x2 --ring flat --seq-len 4096 --density .1\n"
+    "  mtraining bench ring --device cuda --virtual 2x4 --shape typical --seq-len 131072 --heads "
+    "16 "
+    "--head-dim 128 --dtype bf16 --breakdown\n"
+    "  torchrun --no-python --nproc-per-node 8 mtraining bench ring --device cuda --topology 2x4 "
+    "--shape typical --seq-len 524288 --heads 16 --head-dim 128 --dtype bf16\n";
 
 struct Options {
-  std::string virtual_ranks = "2x2", ring, inner = "gather", layout = "block_striped";
+  std::string device = "cpu", virtual_ranks = "2x2", topology, ring, inner = "gather",
+              layout = "block_striped";
   std::string columns = "once", gradient_transport = "fp32", dtype = "float32", pattern, shape;
   std::optional<double> density;
   std::optional<int64_t> seq_len, heads;
   int64_t kv_heads = 2, head_dim = 64, stripe = 64, seed = 1;
   double p = 0.9;
-  int ring_stride = 1, prefetch_steps = 2, repeats = 3, warm_up = 1;
-  bool breakdown = false;
+  int ring_stride = 1, prefetch_steps = 2, launch_shards = 0, sm_margin = 8, repeats = 3,
+      warm_up = 1;
+  double inner_gb_per_s = 0, outer_gb_per_s = 0;
+  bool breakdown = false, alone = false, any_order = false;
 };
 
 void declare(CLI::App& app, Options& o) {
@@ -35,6 +50,15 @@ void declare(CLI::App& app, Options& o) {
   app.add_option("--virtual", o.virtual_ranks,
                  "Nodes x ranks of a node, as threads of this process")
       ->capture_default_str();
+  app.add_option("--topology", o.topology,
+                 "Nodes x ranks of a node, as the processes that a launcher started");
+  app.add_option("--device", o.device,
+                 "cpu or cuda: threads share one GPU, processes have one each")
+      ->capture_default_str();
+  app.add_flag("--alone", o.alone, "Rank 0's launches only: transfers cost and bring nothing");
+  app.add_option("--inner-gb-per-s", o.inner_gb_per_s,
+                 "Ranks that share a GPU: speed of what leaves one inside a node; 0: no limit");
+  app.add_option("--outer-gb-per-s", o.outer_gb_per_s, "The same between nodes");
   app.add_option("--ring", o.ring, "Only this ring: flat, hierarchical");
   app.add_option("--inner", o.inner, "Inside a node of a hierarchical ring: gather, ring")
       ->capture_default_str();
@@ -42,6 +66,12 @@ void declare(CLI::App& app, Options& o) {
       ->capture_default_str();
   app.add_option("--prefetch-steps", o.prefetch_steps, "Transfers ahead of the launch")
       ->capture_default_str();
+  app.add_option("--launch-shards", o.launch_shards,
+                 "Arrived shards a launch takes on a flat or inner ring; 0: chosen")
+      ->capture_default_str();
+  app.add_option("--sm-margin", o.sm_margin, "Multiprocessors that launches leave to transfers")
+      ->capture_default_str();
+  app.add_flag("--any-order", o.any_order, "A backward whose sums have no fixed order");
   app.add_option("--layout", o.layout, "block_striped, zigzag, contiguous, striped")
       ->capture_default_str();
   app.add_option("--stripe", o.stripe, "Stripe of block_striped")->capture_default_str();
@@ -68,13 +98,68 @@ void declare(CLI::App& app, Options& o) {
 
 }  // namespace
 
+/// This process as one rank of the job that a launcher started.
+struct Job {
+  std::unique_ptr<Meeting> meeting;
+  std::unique_ptr<comm::Transport> transport;
+};
+
+Job join_job(const topology::LaunchEnvironment& launch, bool on_gpu) {
+  Job job;
+#ifdef MT_WITH_CUDA
+  if (on_gpu)
+    c10::impl::VirtualGuardImpl(at::kCUDA).setDevice(
+        {at::kCUDA, static_cast<c10::DeviceIndex>(launch.local_rank)});
+#endif
+  if (launch.world_size == 1) {
+    job.transport = comm::make_single();
+    return job;
+  }
+  const topology::Rendezvous rendezvous = topology::find_rendezvous(launch);
+  comm::C10dOptions options;
+  options.rank = launch.rank;
+  options.size = launch.world_size;
+  options.master_addr = rendezvous.one_host ? "127.0.0.1" : rendezvous.address;
+  if (on_gpu) options.backend = "nccl";
+  MeetingOptions meeting;
+  meeting.rendezvous = rendezvous;
+  meeting.rank = launch.rank;
+  meeting.size = launch.world_size;
+  meeting.identity = "bench ring";
+  meeting.on_stop = [] { ::_exit(0); };
+  meeting.on_failure = [](const std::string& cause) {
+    std::fprintf(stderr, "mtraining: error: %s\n", cause.c_str());
+    ::_exit(1);
+  };
+  job.meeting = std::make_unique<Meeting>(meeting);
+  options.share_port = [&](int port) { return job.meeting->share_port(port); };
+  job.transport = comm::make_c10d(options);
+  job.meeting->end();
+  return job;
+}
+
 int bench_ring(int argc, char** argv) {
   CLI::App app(
-      "One attention layer over ranks that are threads of this process, a JSON line a ring");
+      "One attention layer over ranks that are threads of this process, or processes of a job, a "
+      "JSON line a ring");
   Options o;
   declare(app, o);
   if (!parse_options(app, "bench ring", argc, argv)) return 0;
-  const topology::Topology topology = topology::parse_topology(o.virtual_ranks);
+  MT_CHECK_ARG(o.device == "cpu" || o.device == "cuda", "--device: expected cpu or cuda, got '",
+               o.device, "'");
+  const bool in_job = !o.topology.empty();
+  MT_CHECK_ARG(
+      !in_job || (app.count("--virtual") == 0 && !o.alone),
+      "bench ring: expected --topology (processes) or --virtual, --alone (threads), got both");
+  const topology::Topology topology =
+      topology::parse_topology(in_job ? o.topology : o.virtual_ranks);
+  const bool on_gpu = o.device == "cuda";
+  MT_CHECK_ARG(o.inner_gb_per_s >= 0 && o.outer_gb_per_s >= 0,
+               "--inner-gb-per-s, --outer-gb-per-s: expected at least 0, got ", o.inner_gb_per_s,
+               " and ", o.outer_gb_per_s);
+  MT_CHECK_ARG((on_gpu && !in_job && !o.alone) || o.inner_gb_per_s + o.outer_gb_per_s == 0,
+               "--inner-gb-per-s, --outer-gb-per-s: for ranks that share one GPU (--device cuda "
+               "--virtual)");
   MT_CHECK_ARG(o.columns == "once" || o.columns == "per_step",
                "--columns: expected once or per_step, got '", o.columns, "'");
   MT_CHECK_ARG(o.gradient_transport == "fp32" || o.gradient_transport == "bf16",
@@ -98,6 +183,21 @@ int bench_ring(int argc, char** argv) {
   if (!o.shape.empty()) given = bench::shape_case(options.sizes, o.shape);
   if (o.density) given = bench::density_case(options.sizes, *o.density);
   options.given = given ? &*given : nullptr;
+  options.place = {.on_gpu = on_gpu,
+                   .alone = o.alone,
+                   .inner_bytes_per_s = o.inner_gb_per_s * 1e9,
+                   .outer_bytes_per_s = o.outer_gb_per_s * 1e9};
+  Job job;
+  if (in_job) {
+    const topology::LaunchEnvironment launch = topology::read_launch_environment();
+    MT_CHECK_ARG(launch.world_size == topology.cp_size(), "--topology: expected ",
+                 topology::to_string(topology), " = ", topology.cp_size(),
+                 " processes, got a job of ", launch.world_size,
+                 " (start them with torchrun --no-python --nproc-per-node ", topology.cp_size(),
+                 ")");
+    job = join_job(launch, on_gpu);
+    options.place.job = job.transport.get();
+  }
   options.p = o.p;
   options.repeats = o.repeats;
   options.warm_up = o.warm_up;
@@ -114,6 +214,9 @@ int bench_ring(int argc, char** argv) {
     options.ring.inner = ring::parse_inner_kind(o.inner);
     options.ring.ring_stride = ring == ring::RingKind::kFlat ? o.ring_stride : 1;
     options.ring.prefetch_steps = o.prefetch_steps;
+    options.ring.launch_shards = o.launch_shards;
+    options.ring.sm_margin = o.sm_margin;
+    options.ring.deterministic = !o.any_order;
     options.ring.columns =
         o.columns == "once" ? attention::ColumnMode::kOnce : attention::ColumnMode::kPerStep;
     options.ring.gradient_transport = o.gradient_transport == "fp32"
@@ -121,6 +224,7 @@ int bench_ring(int argc, char** argv) {
                                           : attention::GradientTransport::kBFloat16;
     for (const std::string& line : bench::bench_ring(options, from))
       std::printf("%s\n", line.c_str());
+    std::fflush(stdout);
   }
   return 0;
 }

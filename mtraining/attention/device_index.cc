@@ -9,7 +9,6 @@
 
 #include "mtraining/attention/tensors.h"
 #include "mtraining/base/check.h"
-#include "mtraining/base/error_kinds.h"
 #include "mtraining/kernels/window.h"
 #include "mtraining/pattern/device_choice.h"
 #include "mtraining/pattern/observation.h"
@@ -18,7 +17,8 @@ namespace mtraining::attention {
 namespace {
 
 at::Tensor aligned(const at::Tensor& tensor) {
-  return rows_are_aligned(tensor) ? tensor : tensor.contiguous();
+  // A copy even where it is contiguous already: then its memory begins at an odd place.
+  return rows_are_aligned(tensor) ? tensor : tensor.clone(at::MemoryFormat::Contiguous);
 }
 
 /// A rank's shards as pattern/ takes them: once with documents in host memory, where windows are chosen, once in the device's.
@@ -69,6 +69,22 @@ pattern::DeviceRows rows_in(const at::Tensor& memory, bool consecutive) {
           static_cast<int64_t>(memory.nbytes() / sizeof(int32_t)), consecutive};
 }
 
+/// Where the device reports values that no index can be chosen from.
+class FaultMemory {
+ public:
+  FaultMemory()
+      : memory_(at::empty({sizeof(kernels::pattern_cuda::FaultReport)},
+                          at::TensorOptions().dtype(at::kByte).pinned_memory(true))) {
+    *report() = {};
+  }
+  kernels::pattern_cuda::FaultReport* report() const {
+    return static_cast<kernels::pattern_cuda::FaultReport*>(memory_.data_ptr());
+  }
+
+ private:
+  at::Tensor memory_;
+};
+
 std::vector<std::vector<int32_t>> ragged(const at::Tensor& lists, const at::Tensor& counts) {
   std::vector<std::vector<int32_t>> rows;
   const auto* from = lists.const_data_ptr<int32_t>();
@@ -101,7 +117,7 @@ index::Index choose_on_device(RingContext::State& state, const at::Tensor& q, co
   at::Tensor counts = memory("index counts", {2, rows}, at::kInt);
   at::Tensor dense = memory("index dense heads", {rows}, at::kByte);
   at::Tensor caps_hit = memory("index caps", {batch}, at::kLong);
-  at::Tensor status = memory("index status", {1}, at::kInt).zero_();
+  const FaultMemory faults;
   at::Tensor diagonal_bits = memory("index diagonal bits", {rows, (blocks + 63) / 64}, at::kLong);
   at::Tensor column_bits = memory("index column bits", {rows, (seq_len + 31) / 32}, at::kInt);
 
@@ -116,7 +132,14 @@ index::Index choose_on_device(RingContext::State& state, const at::Tensor& q, co
     const bool consecutive = window.back() - window.front() + 1 == std::ssize(window);
     const at::Tensor row_memory = shards.upload_rows(window);
     const pattern::DeviceRows row_list = rows_in(row_memory, consecutive);
-    const int64_t bytes = pattern::device_choice_bytes(part, options, row_list.count);
+    at::Tensor floor_memory;
+    pattern::DeviceRows floor_rows;
+    if (options.recall_floor > 0) {
+      floor_memory = shards.upload_rows(pattern::floor_positions(options, window, seq_len));
+      floor_rows = rows_in(floor_memory, false);
+    }
+    const int64_t bytes =
+        pattern::device_choice_bytes(part, options, row_list.count, floor_rows.count);
     at::Tensor workspace = memory("index workspace", {bytes}, at::kByte);
     const int64_t row = b * heads;
     pattern::DeviceIndex out;
@@ -132,17 +155,15 @@ index::Index choose_on_device(RingContext::State& state, const at::Tensor& q, co
         reinterpret_cast<uint32_t*>(column_bits.data_ptr<int32_t>()) + row * column_bits.size(1)};
     out.dense_heads = dense.data_ptr<uint8_t>() + row;
     out.caps_hit = caps_hit.data_ptr<int64_t>() + b;
-    out.status = status.data_ptr<int32_t>();
-    pattern::build_vertical_slash_on_device(part, shards.num_keys(), options, row_list,
+    out.report = faults.report();
+    out.first_sample = b;
+    pattern::build_vertical_slash_on_device(part, shards.num_keys(), options, row_list, floor_rows,
                                             shards.layout, shards.group, workspace.data_ptr(),
                                             bytes, shards.stream, out);
   }
 
   const at::Tensor host_counts = counts.cpu(), host_dense = dense.cpu(), host_caps = caps_hit.cpu();
-  MT_CHECK_FINITE(
-      status.item<int32_t>() == 0,
-      "q, k: expected finite values whose scores stay below 2^16, got others in k or in "
-      "the observed rows of q");
+  pattern::check_fault(*faults.report());  // the copies have waited for the device
   const auto longest = [&](int64_t which) {
     return host_counts.select(0, which).max().item<int32_t>();
   };
@@ -166,10 +187,7 @@ pattern::Recall recall_on_device(RingContext::State& state, const at::Tensor& q,
   MT_CHECK_SUPPORTED(!index.has_blocks(),
                      "recall of an index of single blocks: not supported on a GPU");
   const Shards shards(state, q, k, softmax_scale, document_starts);
-  pattern::VerticalSlashOptions checked = options;
-  checked.slash_pooling = pattern::SlashPooling::kBlock;
-  checked.recall_floor = 0;
-  pattern::check_device_choice(shards.host, checked);
+  pattern::check_device_choice(shards.host, options);
   const int64_t batch = q.size(0), heads = q.size(2), seq_len = state.layout.seq_len();
   const int64_t column_words = (seq_len + 31) / 32;
   const index::DiagonalBitmap bitmap = index::diagonal_bitmap(index);

@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
 #include <memory>
 #include <optional>
 #include <utility>
@@ -184,7 +185,7 @@ ForwardResult ring_forward(RingContext::State& state, IndexPlan& plan, const Rin
   const at::TensorOptions state_options = at::TensorOptions().dtype(held).device(device);
   // The result itself where no conversion follows.
   at::Tensor out = held == dtype ? at::empty(call.q.sizes(), state_options)
-                                 : state.buffers.get("out", call.q.sizes(), held, device);
+                                 : state.buffers.get("out or dq", call.q.sizes(), held, device);
   at::Tensor lse = at::empty({call.q.size(0), call.q.size(2), call.q.size(1)}, state_options);
 
   const bool exchanged = columns_are_exchanged(state, plan, static_cast<int>(call.k.size(2)));
@@ -227,6 +228,39 @@ ForwardResult ring_forward(RingContext::State& state, IndexPlan& plan, const Rin
   return {near, lse, rest};
 }
 
+namespace {
+
+/// Bytes of out in the type of the state at a time: whole it would be as large as dq.
+constexpr int64_t kHeldBytes = int64_t{256} << 20;
+
+/// rowsum(dout * out) into delta [B, H, n], some heads of a sample at a time. `params` has all but that.
+void compute_delta(kernels::Backend backend, kernels::BackwardParams params, const at::Tensor& dout,
+                   const ForwardResult& saved, at::ScalarType held, at::Tensor& delta) {
+  const int64_t batch = dout.size(0), n = dout.size(1), heads = dout.size(2);
+  const int64_t head_bytes = n * dout.size(3) * static_cast<int64_t>(c10::elementSize(held));
+  const bool whole = dout.is_cpu() || batch * heads * head_bytes <= kHeldBytes;
+  const int64_t samples = whole ? batch : 1;
+  const int64_t together = whole ? heads : std::clamp(kHeldBytes / head_bytes, int64_t{1}, heads);
+  params.batch = samples;
+  for (int64_t b = 0; b < batch; b += samples) {
+    for (int64_t h = 0; h < heads; h += together) {
+      const int64_t count = std::min(together, heads - h);
+      const auto part = [&](const at::Tensor& tensor) {
+        return tensor.narrow(0, b, samples).narrow(2, h, count);
+      };
+      at::Tensor out = with_contiguous_rows(part(saved.out).to(held));
+      if (saved.out_residual.defined()) out = out.add(part(saved.out_residual));
+      params.num_q_heads = count;
+      if (!whole) params.num_kv_heads = 1;
+      params.dout = const_view(part(dout));
+      params.lse = saved.lse[b][h].const_data_ptr();
+      kernels::delta(backend, params, const_view(out), delta[b][h].data_ptr());
+    }
+  }
+}
+
+}  // namespace
+
 BackwardResult ring_backward(RingContext::State& state, IndexPlan& plan, const RingCall& call,
                              const at::Tensor& dout, const ForwardResult& saved) {
   const at::Tensor& lse = saved.lse;
@@ -241,7 +275,7 @@ BackwardResult ring_backward(RingContext::State& state, IndexPlan& plan, const R
   }
   const at::ScalarType wire =
       state.options.gradient_transport == GradientTransport::kBFloat16 ? at::kBFloat16 : held;
-  at::Tensor dq = state.buffers.get("dq", call.q.sizes(), held, device).zero_();
+  at::Tensor dq = state.buffers.get("out or dq", call.q.sizes(), held, device).zero_();
   at::Tensor delta = state.buffers.get("delta", lse.sizes(), held, device);
 
   const bool exchanged = columns_are_exchanged(state, plan, static_cast<int>(call.k.size(2)));
@@ -259,15 +293,7 @@ BackwardResult ring_backward(RingContext::State& state, IndexPlan& plan, const R
   {
     kernels::BackwardParams params;
     fill(params, {});
-    // Forward's buffer is free.
-    at::Tensor held_out =
-        held == dtype ? with_contiguous_rows(saved.out)
-                      : state.buffers.get("out", call.q.sizes(), held, device).copy_(saved.out);
-    if (saved.out_residual.defined()) {
-      held_out =
-          held == dtype ? held_out.add(saved.out_residual) : held_out.add_(saved.out_residual);
-    }
-    kernels::delta(launcher.backend(), params, const_view(held_out), delta.data_ptr());
+    compute_delta(launcher.backend(), params, dout, saved, held, delta);
   }
   const auto launch = [&](const std::vector<kernels::KeySource>& sources) {
     kernels::BackwardParams params;
@@ -341,8 +367,9 @@ BackwardResult checked_backward(RingContext::State& state, IndexPlan& plan, cons
   check_gradient_inputs(q, dout, saved);
   const RingCall call =
       checked_call(state, plan, "backward", q, k, v, softmax_scale, document_starts);
-  const at::Tensor dout_rows =
-      q.is_cpu() || rows_are_aligned(dout) ? with_contiguous_rows(dout) : dout.contiguous();
+  const at::Tensor dout_rows = q.is_cpu() || rows_are_aligned(dout)
+                                   ? with_contiguous_rows(dout)
+                                   : dout.clone(at::MemoryFormat::Contiguous);
   return ring_backward(state, plan, call, dout_rows,
                        {saved.out, saved.lse.contiguous(), saved.out_residual});
 }

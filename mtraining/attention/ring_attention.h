@@ -35,6 +35,9 @@ struct RingOptions {
   ring::InnerKind inner = ring::InnerKind::kGather;
   int ring_stride = 1;
   int prefetch_steps = 2;
+  /// Arrived shards that a launch takes on a flat or inner ring; 0: one on the CPU; on a GPU, where every launch reads and writes the
+  /// state and fills the device anew, the own shard and then half of the others.
+  int launch_shards = 0;
   ColumnMode columns = ColumnMode::kOnce;
   GradientTransport gradient_transport = GradientTransport::kFloat32;
   int64_t max_column_rows_per_rank = 16384;  ///< bound of a slice of gathered columns

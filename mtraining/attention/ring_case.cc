@@ -79,7 +79,7 @@ std::string to_string(const RingOptions& o) {
   return concat(topology::to_string(o.topology), " ", layout::to_string(o.layout.kind), " ",
                 o.layout.stripe, o.ring == ring::RingKind::kFlat ? " flat" : " hierarchical",
                 o.inner == ring::InnerKind::kGather ? " gather" : " ring", " stride ",
-                o.ring_stride, " prefetch ", o.prefetch_steps,
+                o.ring_stride, " prefetch ", o.prefetch_steps, " shards ", o.launch_shards,
                 o.columns == ColumnMode::kOnce ? " once " : " per_step ",
                 o.max_column_rows_per_rank,
                 o.gradient_transport == GradientTransport::kFloat32 ? "" : " bf16 gradients");

@@ -25,6 +25,7 @@ constexpr const char* kOptionNames[] = {"parallel.cp_size",
                                         "attention.inner",
                                         "attention.ring_stride",
                                         "attention.prefetch_steps",
+                                        "attention.launch_shards",
                                         "attention.columns",
                                         "attention.gradient_transport",
                                         "max_column_rows_per_rank",
@@ -43,6 +44,7 @@ OptionValues values_of(const RingOptions& options) {
           static_cast<int64_t>(options.inner),
           options.ring_stride,
           options.prefetch_steps,
+          options.launch_shards,
           static_cast<int64_t>(options.columns),
           static_cast<int64_t>(options.gradient_transport),
           options.max_column_rows_per_rank,
@@ -71,11 +73,16 @@ RingOptions checked(RingOptions options, const comm::Transport& transport,
       "members: expected ascending ranks");
   MT_CHECK_ARG(options.prefetch_steps >= 1, "attention.prefetch_steps: expected >= 1, got ",
                options.prefetch_steps);
+  MT_CHECK_ARG(options.launch_shards >= 0, "attention.launch_shards: expected >= 0, got ",
+               options.launch_shards);
   MT_CHECK_ARG(options.max_column_rows_per_rank >= 1,
                "max_column_rows_per_rank: expected >= 1, got ", options.max_column_rows_per_rank);
   MT_CHECK_ARG(options.sm_margin >= 0 && options.sm_margin <= 1024,
                "attention.sm_margin: expected 0 .. 1024, got ", options.sm_margin);
   options.layout.nodes = options.ring == ring::RingKind::kHierarchical ? options.topology.nodes : 1;
+  if (options.launch_shards == 0)
+    options.launch_shards =
+        ring::chosen_launch_shards(options.ring, options.topology, transport.on_device());
   return options;
 }
 
@@ -164,7 +171,8 @@ RingContext::State::State(const RingOptions& given, comm::Transport& transport,
                                        .ring = options.ring,
                                        .inner = options.inner,
                                        .ring_stride = options.ring_stride,
-                                       .prefetch_steps = options.prefetch_steps};
+                                       .prefetch_steps = options.prefetch_steps,
+                                       .launch_shards = options.launch_shards};
   forward = ring::forward_schedule(schedule, cp_rank);
   backward = ring::backward_schedule(schedule, cp_rank);
   positions = layout.positions(cp_rank);

@@ -156,6 +156,7 @@ TEST(RingOnGpu, EqualsTheOracleOverEveryRing) {
       options.columns = columns.mode;
       options.max_column_rows_per_rank = columns.max_rows;
       options.prefetch_steps = static_cast<int>(1 + turn % 5 % 3);
+      options.launch_shards = static_cast<int>(turn % 4);  // 0: chosen
       options.deterministic = turn % 2 == 0;
       ++turn;
       SCOPED_TRACE(to_string(problem_options) + ", " + testing::to_string(options));

@@ -131,7 +131,7 @@ TEST(RingAttentionSweep, EqualsTheOracleForEveryPairOfOptions) {
                                   static_cast<int>(all.size()),
                                   static_cast<int>(kLayouts.size()),
                                   static_cast<int>(kColumns.size()),
-                                  3,   // prefetch_steps
+                                  3,   // prefetch_steps, launch_shards
                                   2,   // inner
                                   2};  // ring_stride
   std::vector<std::vector<int>> rows = pairwise_rows(sizes);
@@ -155,6 +155,7 @@ TEST(RingAttentionSweep, EqualsTheOracleForEveryPairOfOptions) {
     options.columns = kColumns[row[3]].mode;
     options.max_column_rows_per_rank = kColumns[row[3]].max_rows;
     options.prefetch_steps = row[4] + 1;
+    options.launch_shards = (row[4] + row[0]) % 3 + 1;
     options.inner = row[5] == 0 ? ring::InnerKind::kGather : ring::InnerKind::kRing;
     const int cp_size = options.layout.cp_size;
     if (row[6] == 1 && options.ring == kFlat && cp_size > 2) options.ring_stride = cp_size - 1;

@@ -173,34 +173,56 @@ struct Ring {
   int source(int hops) const { return member(place - hops * stride % size); }
 };
 
-/// K and V around one ring, prefetch_steps transfers ahead of the launch that waits for them.
+/// Which steps of a ring share a launch.
+class Launches {
+ public:
+  Launches(int ring_size, int launch_shards) : size_(ring_size), shards_(launch_shards) {}
+  int count() const { return 1 + (size_ - 1 + shards_ - 1) / shards_; }
+  int begin(int launch) const { return launch == 0 ? 0 : 1 + (launch - 1) * shards_; }
+  int end(int launch) const { return std::min(size_, begin(launch + 1)); }
+  int of_step(int step) const { return (step + shards_ - 1) / shards_; }
+  /// Of the steps after the first one, in any `launches` launches that follow one another.
+  int most_steps(int launches) const { return std::min(launches * shards_, size_ - 1); }
+
+ private:
+  int size_, shards_;
+};
+
+/// K and V around one ring, the transfers of prefetch_steps launches ahead of the launch that waits for them.
 class KvRing {
  public:
-  KvRing(ScheduleBuilder& builder, const Ring& ring, Channel channel, int prefetch_steps)
-      : builder_(builder), ring_(ring), channel_(channel), prefetch_steps_(prefetch_steps) {
-    // At a launch: its own shard, and prefetch_steps that are coming.
-    slots_ = builder.add_kv_slots(std::min(prefetch_steps + 1, ring.size - 1));
+  KvRing(ScheduleBuilder& builder, const Ring& ring, Channel channel, const Launches& launches,
+         int prefetch_steps)
+      : builder_(builder),
+        ring_(ring),
+        channel_(channel),
+        launches_(launches),
+        prefetch_steps_(prefetch_steps) {
+    // At a launch: its own shards, and those of prefetch_steps launches that are coming.
+    slots_ = builder.add_kv_slots(launches.most_steps(prefetch_steps + 1));
   }
 
   /// The shard of step 0 is in `base_slot`, which is only read.
   void begin(int base_slot) { held_ = {base_slot}; }
-  /// Posts what may be under way while step `step` computes; returns the kv slot of that step.
-  int before_launch(int step, int first_ring_step, int outer_step) {
-    const int last = std::min(step + prefetch_steps_, ring_.size - 1);
+  /// Posts what may be under way while `launch` computes.
+  void before_launch(int launch, int first_ring_step, int outer_step) {
+    const int last = launches_.end(std::min(launch + prefetch_steps_, launches_.count() - 1)) - 1;
     while (static_cast<int>(held_.size()) <= last) {
       const int slot = slots_[received_++ % slots_.size()];
-      builder_.at(first_ring_step + static_cast<int>(held_.size()), outer_step);
+      builder_.at(first_ring_step + launches_.of_step(static_cast<int>(held_.size())), outer_step);
       builder_.exchange(channel_, ring_.next(), held_.back(), ring_.previous(), slot);
       held_.push_back(slot);
     }
-    builder_.at(first_ring_step + step, outer_step);
-    return held_[step];
+    builder_.at(first_ring_step + launch, outer_step);
   }
+  /// kv slot of a step that has been posted.
+  int slot(int step) const { return held_[step]; }
 
  private:
   ScheduleBuilder& builder_;
   Ring ring_;
   Channel channel_;
+  Launches launches_;
   int prefetch_steps_;
   std::vector<int> slots_;
   std::vector<int> held_;  // kv slot of each step so far
@@ -211,14 +233,16 @@ class KvRing {
 /// than K and V make brings every shard's sum home.
 class GradRing {
  public:
-  GradRing(ScheduleBuilder& builder, const Ring& ring, Channel channel, int prefetch_steps)
+  GradRing(ScheduleBuilder& builder, const Ring& ring, Channel channel, const Launches& launches,
+           int prefetch_steps)
       : builder_(builder), ring_(ring), channel_(channel) {
-    // A launch may be prefetch_steps ahead of the hop that takes its gradients along.
-    computed_ = builder.add_grad_slots(std::min(prefetch_steps + 1, ring.size));
+    // A launch may be prefetch_steps ahead of the hops that take its gradients along.
+    computed_ = builder.add_grad_slots(launches.most_steps(prefetch_steps + 1) +
+                                       (prefetch_steps + 1 >= launches.count() ? 1 : 0));
     if (ring.size > 1) received_ = builder.add_grad_slot();
   }
 
-  /// Zeroes and returns the slot that the launch of this step accumulates into.
+  /// Zeroes and returns the slot that the launch accumulates this step's gradients into.
   int before_launch(int step) {
     const int slot = computed_[step % computed_.size()];
     builder_.zero_grad(channel_, slot);
@@ -247,20 +271,28 @@ class GradRing {
 enum class Direction { kForward, kBackward };
 
 Schedule single_ring(const Ring& ring, Channel kv_channel, Channel grad_channel, int prefetch_steps,
-                     bool steps_are_outer, Direction direction) {
+                     int launch_shards, bool steps_are_outer, Direction direction) {
   ScheduleBuilder builder;
-  KvRing kv(builder, ring, kv_channel, prefetch_steps);
+  const Launches launches(ring.size, launch_shards);
+  KvRing kv(builder, ring, kv_channel, launches, prefetch_steps);
   std::optional<GradRing> grad;
-  if (direction == Direction::kBackward) grad.emplace(builder, ring, grad_channel, prefetch_steps);
+  if (direction == Direction::kBackward)
+    grad.emplace(builder, ring, grad_channel, launches, prefetch_steps);
   int home = -1;
   kv.begin(0);
-  for (int step = 0; step < ring.size; ++step) {
-    const int kv_slot = kv.before_launch(step, 0, steps_are_outer ? step : 0);
-    builder.at(step, steps_are_outer ? step : 0);
-    const int grad_slot = grad ? grad->before_launch(step) : -1;
-    builder.launch(
-        {{.source_rank = ring.source(step), .kv_slot = kv_slot, .grad_slot = grad_slot}});
-    if (grad) home = grad->after_launch(step);
+  for (int launch = 0; launch < launches.count(); ++launch) {
+    const int outer_step = steps_are_outer ? launch : 0;
+    kv.before_launch(launch, 0, outer_step);
+    builder.at(launch, outer_step);
+    std::vector<SourceRef> sources;
+    for (int step = launches.begin(launch); step < launches.end(launch); ++step) {
+      sources.push_back({.source_rank = ring.source(step),
+                         .kv_slot = kv.slot(step),
+                         .grad_slot = grad ? grad->before_launch(step) : -1});
+    }
+    builder.launch(std::move(sources));
+    for (int step = launches.begin(launch); grad && step < launches.end(launch); ++step)
+      home = grad->after_launch(step);
   }
   return std::move(builder).finish(home);
 }
@@ -317,7 +349,7 @@ class OuterRing {
 };
 
 Schedule hierarchical_ring(const topology::Topology& topology, int cp_rank, int prefetch_steps,
-                           Direction direction) {
+                           int launch_shards, Direction direction) {
   const int ranks = topology.ranks_per_node;
   const int local_rank = topology.local_rank(cp_rank);
   const Ring outer_ring{
@@ -326,25 +358,30 @@ Schedule hierarchical_ring(const topology::Topology& topology, int cp_rank, int 
       .size = ranks, .place = local_rank, .first = topology.cp_rank(topology.node(cp_rank), 0)};
   ScheduleBuilder builder;
   OuterRing outer(builder, outer_ring, direction);
-  KvRing kv(builder, inner_ring, Channel::kInnerKv, prefetch_steps);
+  const Launches launches(ranks, launch_shards);
+  KvRing kv(builder, inner_ring, Channel::kInnerKv, launches, prefetch_steps);
   std::optional<GradRing> grad;
   if (direction == Direction::kBackward)
-    grad.emplace(builder, inner_ring, Channel::kInnerGrad, prefetch_steps);
+    grad.emplace(builder, inner_ring, Channel::kInnerGrad, launches, prefetch_steps);
   int home = -1;
   for (int outer_step = 0; outer_step < topology.nodes; ++outer_step) {
-    outer.receive_up_to(outer_step + 1, ranks);
+    outer.receive_up_to(outer_step + 1, launches.count());
     kv.begin(outer.base_slot(outer_step));
     const int base_node = topology.node(outer.base_rank(outer_step));
-    for (int inner_step = 0; inner_step < ranks; ++inner_step) {
-      const int ring_step = outer_step * ranks + inner_step;
-      const int kv_slot = kv.before_launch(inner_step, outer_step * ranks, outer_step);
-      builder.at(ring_step, outer_step);
-      const int grad_slot = grad ? grad->before_launch(inner_step) : -1;
-      const int source_local = topology.local_rank(inner_ring.source(inner_step));
-      builder.launch({{.source_rank = topology.cp_rank(base_node, source_local),
-                       .kv_slot = kv_slot,
-                       .grad_slot = grad_slot}});
-      if (grad) grad->after_launch(inner_step, outer.node_sum(outer_step));
+    for (int launch = 0; launch < launches.count(); ++launch) {
+      const int first = outer_step * launches.count();
+      kv.before_launch(launch, first, outer_step);
+      builder.at(first + launch, outer_step);
+      std::vector<SourceRef> sources;
+      for (int step = launches.begin(launch); step < launches.end(launch); ++step) {
+        const int source_local = topology.local_rank(inner_ring.source(step));
+        sources.push_back({.source_rank = topology.cp_rank(base_node, source_local),
+                           .kv_slot = kv.slot(step),
+                           .grad_slot = grad ? grad->before_launch(step) : -1});
+      }
+      builder.launch(std::move(sources));
+      for (int step = launches.begin(launch); grad && step < launches.end(launch); ++step)
+        grad->after_launch(step, outer.node_sum(outer_step));
     }
     if (grad) home = outer.send_node_sum(outer_step);
   }
@@ -411,25 +448,36 @@ Schedule make_schedule(const ScheduleOptions& options, int cp_rank, Direction di
   MT_CHECK_ARG(options.prefetch_steps >= 1, "prefetch_steps: expected >= 1, got ",
                options.prefetch_steps);
   const int prefetch = std::min(options.prefetch_steps, cp_size);  // no more is ever to come
+  MT_CHECK_ARG(options.launch_shards >= 1, "launch_shards: expected >= 1, got ",
+               options.launch_shards);
+  const int shards = std::min(options.launch_shards, cp_size);
   MT_CHECK_ARG(options.ring_stride >= 1 && std::gcd(options.ring_stride, cp_size) == 1,
                "ring_stride: expected a positive number coprime to cp_size ", cp_size, ", got ",
                options.ring_stride);
   if (options.ring == RingKind::kFlat) {
     const Ring ring{.size = cp_size, .place = cp_rank, .stride = options.ring_stride % cp_size};
-    return single_ring(ring, Channel::kFlatKv, Channel::kFlatGrad, prefetch, false, direction);
+    return single_ring(ring, Channel::kFlatKv, Channel::kFlatGrad, prefetch, shards, false,
+                       direction);
   }
   MT_CHECK_ARG(options.ring_stride == 1, "ring_stride: expected 1 with ring = hierarchical, got ",
                options.ring_stride);
   if (topology.ranks_per_node == 1) {
     const Ring ring{.size = cp_size, .place = cp_rank};
-    return single_ring(ring, Channel::kOuterKv, Channel::kOuterGrad, prefetch, true, direction);
+    return single_ring(ring, Channel::kOuterKv, Channel::kOuterGrad, prefetch, shards, true,
+                       direction);
   }
   return options.inner == InnerKind::kRing
-             ? hierarchical_ring(topology, cp_rank, prefetch, direction)
+             ? hierarchical_ring(topology, cp_rank, prefetch, shards, direction)
              : hierarchical_gather(topology, cp_rank, prefetch, direction);
 }
 
 }  // namespace
+
+int chosen_launch_shards(RingKind ring, const topology::Topology& topology, bool on_gpu) {
+  if (!on_gpu) return 1;
+  const bool one_ring = ring == RingKind::kFlat || topology.ranks_per_node == 1;
+  return std::max(1, (one_ring ? topology.cp_size() : topology.ranks_per_node) / 2);
+}
 
 RingKind parse_ring_kind(std::string_view name) {
   if (name == "flat") return RingKind::kFlat;

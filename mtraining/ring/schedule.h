@@ -98,10 +98,18 @@ struct ScheduleOptions {
   /// gathers up to launch t + prefetch_steps - 1 and the outer transfer after them. On a ring, launches
   /// may also run that many steps ahead of the hops that take their gradients along.
   int prefetch_steps = 2;
+  /// >= 1; flat and inner ring: how many arrived shards a launch takes. The first launch takes the own shard by itself, for transfers
+  /// to travel under it. Prefetch then counts launches: transfers of that many whole launches are ahead. Memory: (prefetch_steps + 1) *
+  /// launch_shards slots.
+  int launch_shards = 1;
 };
 
-/// Shapes: flat has W launches of one source; inner ring W launches of one source; inner gather
-/// `nodes` launches of L sources. The own shard is in the first launch. Every rank of the group
+/// launch_shards where nobody gives it: one on the CPU. On a GPU, where every launch reads and writes the state and fills the device
+/// anew, half of the ring's shards: the own one, then the others in two launches.
+int chosen_launch_shards(RingKind ring, const topology::Topology& topology, bool on_gpu);
+
+/// Shapes: flat and inner ring have launches of one source, W of them, or of up to launch_shards; inner
+/// gather `nodes` launches of L sources. The own shard is in the first launch. Every rank of the group
 /// gets lists that match pairwise. A hierarchical ring over 1xL or Lx1 with one rank a node is one
 /// ring on the inner or outer channels.
 Schedule forward_schedule(const ScheduleOptions& options, int cp_rank);

@@ -22,7 +22,8 @@ constexpr InnerKind kInnerKinds[] = {InnerKind::kGather, InnerKind::kRing};
 std::string describe(const ScheduleOptions& options, bool backward) {
   return concat(to_string(options.ring), " ", to_string(options.inner), " ",
                 topology::to_string(options.topology), " stride ", options.ring_stride,
-                " prefetch ", options.prefetch_steps, backward ? " backward" : " forward");
+                " prefetch ", options.prefetch_steps, " shards ", options.launch_shards,
+                backward ? " backward" : " forward");
 }
 
 /// Every ring, inner kind, prefetch and (up to 9 ranks) stride over the topologies; both
@@ -39,6 +40,11 @@ void sweep(const Check& check, int max_ranks = 128) {
                        .ring = RingKind::kHierarchical,
                        .inner = inner,
                        .prefetch_steps = prefetch});
+        if (inner == InnerKind::kGather && topology.ranks_per_node > 1) continue;
+        for (int shards : {2, 5}) {
+          all.push_back(all.back());
+          all.back().launch_shards = shards;
+        }
       }
       for (int stride = 1; stride <= world; ++stride) {
         if (std::gcd(stride, world) != 1 || (world > 9 && stride != 1 && stride != 15)) continue;
@@ -46,6 +52,11 @@ void sweep(const Check& check, int max_ranks = 128) {
                        .ring = RingKind::kFlat,
                        .ring_stride = stride,
                        .prefetch_steps = prefetch});
+        for (int shards : {3, world + 1}) {
+          if (stride != 1 && shards > world) continue;
+          all.push_back(all.back());
+          all.back().launch_shards = shards;
+        }
       }
     }
     for (const ScheduleOptions& options : all) {
@@ -56,6 +67,11 @@ void sweep(const Check& check, int max_ranks = 128) {
       }
     }
   }
+}
+
+/// Launches of one ring of `size` ranks: the own shard's, and so many that each takes launch_shards.
+int launches_of(int size, const ScheduleOptions& options) {
+  return 1 + (size - 1 + options.launch_shards - 1) / options.launch_shards;
 }
 
 int count(const Schedule& schedule, OpKind kind, Channel channel) {
@@ -94,7 +110,10 @@ TEST(Schedule, HopsAreExactlyThoseOfTheRing) {
                 gather && backward ? nodes : 0);
       const auto launches = std::count_if(schedule.ops.begin(), schedule.ops.end(),
                                           [](const Op& op) { return op.kind == OpKind::kLaunch; });
-      EXPECT_EQ(launches, gather ? nodes : world);
+      EXPECT_EQ(launches, gather       ? nodes
+                          : flat       ? launches_of(world, options)
+                          : ranks == 1 ? launches_of(nodes, options)
+                                       : nodes * launches_of(ranks, options));
     }
   });
 }
@@ -107,6 +126,8 @@ TEST(Schedule, TransfersAreIssuedPrefetchStepsAheadAndNoFurther) {
     const Schedule schedule =
         backward ? backward_schedule(options, 0) : forward_schedule(options, 0);
     const bool one_ring = options.ring == RingKind::kFlat || ranks == 1;
+    const int shards = std::min(options.launch_shards, topology.cp_size());
+    const int in_node = launches_of(ranks, options);
     int ring = 0, inner = 0, outer = 0, gathers = 0, launches = 0;
     for (const Op& op : schedule.ops) {
       if (op.kind == OpKind::kAllGather) ++gathers;
@@ -119,12 +140,15 @@ TEST(Schedule, TransfersAreIssuedPrefetchStepsAheadAndNoFurther) {
       const int t = launches++;
       EXPECT_EQ(op.ring_step, t);
       if (one_ring) {
-        EXPECT_EQ(ring, std::min(t + prefetch, topology.cp_size() - 1));
+        EXPECT_EQ(ring, std::min((t + prefetch) * shards, topology.cp_size() - 1));
+        EXPECT_EQ(std::ssize(op.sources),
+                  t == 0 ? 1 : std::min(shards, topology.cp_size() - 1 - (t - 1) * shards));
       } else if (options.inner == InnerKind::kRing) {
-        EXPECT_EQ(op.outer_step, t / ranks);
-        EXPECT_EQ(outer, std::min(t / ranks + 1, nodes - 1))
+        EXPECT_EQ(op.outer_step, t / in_node);
+        EXPECT_EQ(outer, std::min(t / in_node + 1, nodes - 1))
             << "the outer transfer runs under the node's visits";
-        EXPECT_EQ(inner, t / ranks * (ranks - 1) + std::min(t % ranks + prefetch, ranks - 1));
+        EXPECT_EQ(inner, t / in_node * (ranks - 1) +
+                             std::min((t % in_node + prefetch) * shards, ranks - 1));
       } else {
         EXPECT_EQ(op.outer_step, t);
         EXPECT_EQ(outer, std::min(t + prefetch, nodes - 1));
@@ -158,15 +182,19 @@ TEST(Schedule, SlotsAreFewAndReused) {
         backward ? backward_schedule(options, 0) : forward_schedule(options, 0);
     const int outer = std::min(2, nodes - 1);
     const bool flat = options.ring == RingKind::kFlat || ranks == 1;
-    const int kv = flat                                ? std::min(prefetch + 1, world - 1)
-                   : options.inner == InnerKind::kRing ? outer + std::min(prefetch + 1, ranks - 1)
+    const int shards = std::min(options.launch_shards, world);
+    const int ahead = (prefetch + 1) * shards;
+    const int kv = flat                                ? std::min(ahead, world - 1)
+                   : options.inner == InnerKind::kRing ? outer + std::min(ahead, ranks - 1)
                                                        : outer + std::min(prefetch, nodes) * ranks;
     EXPECT_EQ(schedule.num_kv_slots, 1 + kv);
     const int node_sums = std::min(2, nodes) + (nodes > 1);
-    const int grad = flat ? std::min(prefetch + 1, world) + (world > 1)
-                     : options.inner == InnerKind::kRing
-                         ? node_sums + std::min(prefetch + 1, ranks) + 1
-                         : node_sums + std::min(2, nodes) * ranks;
+    const auto computed = [&](int size) {
+      return prefetch + 1 >= launches_of(size, options) ? size : std::min(ahead, size - 1);
+    };
+    const int grad = flat                                ? computed(world) + (world > 1)
+                     : options.inner == InnerKind::kRing ? node_sums + computed(ranks) + 1
+                                                         : node_sums + std::min(2, nodes) * ranks;
     EXPECT_EQ(schedule.num_grad_slots, backward ? grad : 0);
   });
 }
@@ -284,6 +312,7 @@ TEST(Schedule, WrongOptionsAreRefusedByName) {
   fails({.topology = {1, 4}, .ring = RingKind::kFlat, .ring_stride = -1}, 0, "ring_stride");
   fails({.topology = {2, 2}, .ring = RingKind::kHierarchical, .ring_stride = 3}, 0, "ring_stride");
   fails({.topology = {2, 2}, .prefetch_steps = 0}, 0, "prefetch_steps");
+  fails({.topology = {2, 2}, .launch_shards = 0}, 0, "launch_shards");
   fails({.topology = {2, 2}}, 4, "cp_rank");
   fails({.topology = {2, 2}}, -1, "cp_rank");
   fails({.topology = {0, 2}}, 0, "topology");
@@ -298,7 +327,8 @@ TEST(Schedule, WrongOptionsAreRefusedByName) {
 
 std::vector<ScheduleOptions> verifier_cases() {
   std::vector<ScheduleOptions> cases = {
-      {.topology = {2, 3}, .ring = RingKind::kFlat, .prefetch_steps = 2}};
+      {.topology = {2, 3}, .ring = RingKind::kFlat, .prefetch_steps = 2},
+      {.topology = {2, 3}, .ring = RingKind::kFlat, .prefetch_steps = 1, .launch_shards = 2}};
   for (InnerKind inner : kInnerKinds) {
     cases.push_back(
         {.topology = {3, 3}, .ring = RingKind::kHierarchical, .inner = inner, .prefetch_steps = 2});
