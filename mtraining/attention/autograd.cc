@@ -23,6 +23,7 @@ struct SavedCall : torch::CustomClassHolder {
   std::shared_ptr<void> owner;
   RingContext* context = nullptr;
   std::shared_ptr<const index::Index> index;
+  std::shared_ptr<IndexPlan> plan;  ///< of a GPU's choice, in forward; then index is still null
   double softmax_scale = 0;
   at::Tensor document_starts;  ///< not an input of the function: autograd refuses undefined ones
   ForwardResult
@@ -44,7 +45,8 @@ class SparseRingAttention : public torch::autograd::Function<SparseRingAttention
       result.lse = result.lse.detach();
     } else {
       const std::shared_ptr<IndexPlan> plan =
-          state.plans.find_or_make(saved->index, state.layout, state.cp_rank);
+          saved->plan ? saved->plan
+                      : state.plans.find_or_make(saved->index, state.layout, state.cp_rank);
       result = ring_forward(state, *plan,
                             checked_call(state, *plan, "forward", q, k, v, saved->softmax_scale,
                                          saved->document_starts));
@@ -110,14 +112,9 @@ index::Index choose_index(const AttentionPattern& pattern, const pattern::LocalA
   MT_ASSERT(false, "pattern ", static_cast<int>(pattern.kind), " has no index to choose");
 }
 
-/// From shards in host memory, or on a GPU. A GPU chooses vertical_slash; the other patterns are chosen on the host, from copies.
+/// On the host, from copies where shards are on a GPU.
 index::Index choose_index(RingContext& context, const AttentionCall& call, const at::Tensor& q,
                           const at::Tensor& k, const at::Tensor& documents) {
-#ifdef MT_WITH_CUDA
-  if (q.is_cuda() && call.pattern.kind == pattern::PatternKind::kVerticalSlash)
-    return choose_on_device(context.state(), q, k, call.softmax_scale, documents,
-                            call.pattern.vertical_slash);
-#endif
   const at::Tensor host_q = q.cpu(), host_k = k.cpu();
   return choose_index(call.pattern,
                       local_attention(context, host_q, host_k, call.softmax_scale, documents),
@@ -146,6 +143,14 @@ std::shared_ptr<const index::Index> shared_dense_index(RingContext::State& state
         static_cast<int>(batch), static_cast<int>(num_q_heads), state.layout.seq_len()));
   }
   return state.dense;
+}
+
+/// The index of a GPU's choice, whose plan backward will find.
+std::shared_ptr<const index::Index> keep_chosen(RingContext::State& state,
+                                                const std::shared_ptr<IndexPlan>& chosen) {
+  const std::shared_ptr<const index::Index> index = chosen->release_index();
+  state.plans.keep(index, chosen);
+  return index;
 }
 
 /// Before the pattern reads them; the index's own sizes are not known yet.
@@ -178,6 +183,7 @@ AttentionOutput sparse_ring_attention(RingContext& context, const at::Tensor& q,
       call.document_starts.defined() ? call.document_starts.contiguous() : at::Tensor();
   AttentionOutput output;
   output.index = call.index;
+  std::shared_ptr<IndexPlan> chosen;  // by a GPU
   {
     // The choice is not differentiated.
     const at::NoGradGuard no_grad;
@@ -190,13 +196,23 @@ AttentionOutput sparse_ring_attention(RingContext& context, const at::Tensor& q,
                      k_rows = with_contiguous_rows(k.detach());
     if (estimate) {
       auto stretch = state.begin_stretch(q.device());
-      output.index = std::make_shared<const index::Index>(
-          choose_index(context, call, q_rows, k_rows, documents));
+#ifdef MT_WITH_CUDA
+      if (q.is_cuda() && call.pattern.kind == pattern::PatternKind::kVerticalSlash) {
+        chosen =
+            std::make_shared<IndexPlan>(lists_on_device(state, q_rows, k_rows, call.softmax_scale,
+                                                        documents, call.pattern.vertical_slash),
+                                        state.layout, state.cp_rank);
+      }
+#endif
+      if (!chosen)
+        output.index = std::make_shared<const index::Index>(
+            choose_index(context, call, q_rows, k_rows, documents));
       state.end_stretch(std::move(stretch), "index", 0, 0);
     } else if (!output.index) {
       output.index = shared_dense_index(state, q.size(0), q.size(2));
     }
     if (call.measure_recall) {
+      if (chosen) output.index = keep_chosen(state, chosen);
       output.recall = measure_recall(context, call, q_rows, k_rows, documents, *output.index);
     }
   }
@@ -204,6 +220,7 @@ AttentionOutput sparse_ring_attention(RingContext& context, const at::Tensor& q,
   saved->context = &context;
   saved->owner = call.owner;
   saved->index = output.index;
+  saved->plan = chosen;
   saved->softmax_scale = call.softmax_scale;
   saved->document_starts = documents;
   if (call.result.out.defined()) {
@@ -214,6 +231,11 @@ AttentionOutput sparse_ring_attention(RingContext& context, const at::Tensor& q,
   const torch::autograd::variable_list results = SparseRingAttention::apply(q, k, v, saved);
   output.out = results[0];
   output.lse = results[1];
+  saved->plan.reset();
+  if (!output.index) {  // while the device attends
+    output.index = keep_chosen(state, chosen);
+    saved->index = output.index;
+  }
   output.out_residual = std::exchange(saved->result, {}).out_residual;
   const std::shared_ptr<IndexPlan> plan =
       state.plans.find_or_make(output.index, state.layout, state.cp_rank);

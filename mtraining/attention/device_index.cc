@@ -1,8 +1,11 @@
 #include "mtraining/attention/device_index.h"
 
 #include <ATen/ATen.h>
+#include <c10/core/Event.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <numeric>
 #include <utility>
@@ -85,21 +88,200 @@ class FaultMemory {
   at::Tensor memory_;
 };
 
-std::vector<std::vector<int32_t>> ragged(const at::Tensor& lists, const at::Tensor& counts) {
-  std::vector<std::vector<int32_t>> rows;
-  const auto* from = lists.const_data_ptr<int32_t>();
-  for (int64_t r = 0; r < counts.numel(); ++r) {
-    const int32_t* row = from + r * lists.size(1);
-    rows.emplace_back(row, row + counts.const_data_ptr<int32_t>()[r]);
-  }
-  return rows;
+at::Tensor copied_later(const at::Tensor& device) {
+  return device.to(at::kCPU, /*non_blocking=*/true);  // pinned
 }
+
+c10::Event recorded_now(at::Device device) {
+  c10::Event event(device.type(), c10::EventFlag::PYTORCH_DEFAULT);
+  event.record(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
+  return event;
+}
+
+template <typename Word>
+std::vector<int32_t> set_bits(const Word* words, int64_t num_words, int64_t count) {
+  std::vector<int32_t> bits;
+  bits.reserve(static_cast<size_t>(count));
+  for (int64_t w = 0; w < num_words; ++w) {
+    for (Word left = words[w]; left != 0; left &= left - 1) {
+      bits.push_back(static_cast<int32_t>(w * static_cast<int64_t>(8 * sizeof(Word)) +
+                                          std::countr_zero(left)));
+    }
+  }
+  return bits;
+}
+
+/// A choice that the device has made, or is about to.
+class ChosenLists : public DeviceLists {
+ public:
+  /// `room`: of a head's columns where it is bounded, else nothing.
+  ChosenLists(RingContext::State& state, ListSizes sizes, at::Device device, at::Tensor counts,
+              at::Tensor dense, at::Tensor caps_hit, at::Tensor diagonal_bits,
+              at::Tensor column_bits, FaultMemory faults, std::optional<int64_t> room)
+      : state_(state),
+        sizes_(sizes),
+        device_(device),
+        diagonal_bits_(std::move(diagonal_bits)),
+        column_bits_(std::move(column_bits)),
+        faults_(std::move(faults)),
+        room_(room),
+        host_counts_(copied_later(counts)),
+        host_dense_(copied_later(dense)),
+        host_caps_(copied_later(caps_hit)),
+        counted_(recorded_now(device)),
+        host_diagonals_(copied_later(diagonal_bits_)),
+        host_columns_(copied_later(column_bits_)),
+        copied_(recorded_now(device)) {}
+
+  const ListSizes& sizes() const override { return sizes_; }
+  bool has_columns() override { return column_room() > 0; }
+  int64_t total_columns() override {
+    wait_for_counts();
+    return host_counts_.select(0, 1).sum().item<int64_t>();
+  }
+
+  std::optional<kernels::BlockLists> block_lists(int source_rank) override {
+    const layout::Layout& layout = state_.layout;
+    if (layout.kind() != layout::LayoutKind::kBlockStriped &&
+        layout.kind() != layout::LayoutKind::kContiguous)
+      return std::nullopt;
+    const int64_t m = layout.blocks_per_stripe(), stripes = layout.blocks_per_rank() / m;
+    const int ranks = layout.cp_size();
+    if (!entries_.defined()) {
+      kernels::pattern_cuda::EntriesParams params;
+      params.rows = rows();
+      params.num_blocks = (sizes_.seq_len + 63) / 64;
+      params.diagonal_bits = bitmap_words();
+      params.blocks_per_stripe = m;
+      params.ranks = ranks;
+      params.stripes_per_rank = stripes;
+      params.num_sources = ranks;
+      entries_capacity_ =
+          kernels::pattern_cuda::entries_capacity(m, stripes, params.num_blocks, ranks);
+      params.capacity = entries_capacity_;
+      const at::TensorOptions ints = at::TensorOptions().dtype(at::kInt).device(device_);
+      entries_ = at::empty({ranks, rows(), entries_capacity_, 2}, ints);
+      num_entries_ = at::empty({ranks, rows()}, ints);
+      params.distances = state_.uploads.get(state_.residue_distances, device_);
+      params.entries = reinterpret_cast<kernels::Entry*>(entries_.data_ptr<int32_t>());
+      params.num_entries = num_entries_.data_ptr<int32_t>();
+      params.stream = current_stream(device_);
+      kernels::pattern_cuda::write_entries(params);
+    }
+    kernels::BlockLists lists;
+    lists.kind = kernels::BlockListKind::kEntries;
+    lists.entries = reinterpret_cast<const kernels::Entry*>(entries_.const_data_ptr<int32_t>()) +
+                    source_rank * rows() * entries_capacity_;
+    lists.num_entries = num_entries_.const_data_ptr<int32_t>() + source_rank * rows();
+    lists.capacity = entries_capacity_;
+    lists.blocks_per_stripe = m;
+    return lists;
+  }
+
+  std::optional<kernels::ColumnLists> column_lists(int /*source_rank*/) override {
+    // One rank holds the sequence in order.
+    if (state_.layout.cp_size() > 1 || state_.layout.position_stride() != 1) return std::nullopt;
+    if (!columns_.defined()) {
+      const at::TensorOptions ints = at::TensorOptions().dtype(at::kInt).device(device_);
+      columns_ = at::empty({2, rows(), column_room()}, ints);
+      num_columns_ = at::empty({rows()}, ints);
+      kernels::pattern_cuda::ShardColumnsParams params;
+      params.rows = rows();
+      params.seq_len = sizes_.seq_len;
+      params.column_bits =
+          reinterpret_cast<const uint32_t*>(column_bits_.const_data_ptr<int32_t>());
+      params.capacity = column_room();
+      params.key_rows = columns_.data_ptr<int32_t>();
+      params.positions = columns_.data_ptr<int32_t>() + rows() * column_room();
+      params.counts = num_columns_.data_ptr<int32_t>();
+      params.stream = current_stream(device_);
+      kernels::pattern_cuda::write_shard_columns(params);
+    }
+    const int32_t* first = columns_.const_data_ptr<int32_t>();
+    return kernels::ColumnLists{first, first + rows() * column_room(),
+                                num_columns_.const_data_ptr<int32_t>(), column_room()};
+  }
+
+  const uint64_t* bitmap_words() override {
+    return reinterpret_cast<const uint64_t*>(diagonal_bits_.const_data_ptr<int64_t>());
+  }
+  int64_t bitmap_words_a_row() const override { return diagonal_bits_.size(1); }
+
+  std::shared_ptr<const index::Index> host_index() override {
+    copied_.synchronize();
+    pattern::check_fault(*faults_.report());
+    const auto* counts = host_counts_.const_data_ptr<int32_t>();
+    std::vector<std::vector<int32_t>> diagonals, columns;
+    for (int64_t row = 0; row < rows(); ++row) {
+      const int64_t words = host_diagonals_.size(1), column_words = host_columns_.size(1);
+      diagonals.push_back(
+          set_bits(reinterpret_cast<const uint64_t*>(host_diagonals_.const_data_ptr<int64_t>()) +
+                       row * words,
+                   words, counts[row]));
+      columns.push_back(
+          set_bits(reinterpret_cast<const uint32_t*>(host_columns_.const_data_ptr<int32_t>()) +
+                       row * column_words,
+                   column_words, counts[rows() + row]));
+    }
+    index::Index index = index::make_index(sizes_.batch, sizes_.num_q_heads, sizes_.seq_len,
+                                           std::move(diagonals), std::move(columns));
+    const auto* flags = host_dense_.const_data_ptr<uint8_t>();
+    index.dense_heads.assign(flags, flags + rows());
+    const auto* caps = host_caps_.const_data_ptr<int64_t>();
+    index.caps_hit = std::accumulate(caps, caps + host_caps_.numel(), int64_t{0});
+    return std::make_shared<const index::Index>(std::move(index));
+  }
+
+  int64_t bytes() const override {
+    int64_t bytes = 0;
+    for (const at::Tensor* kept : {&diagonal_bits_, &column_bits_, &entries_, &columns_})
+      bytes += kept->defined() ? static_cast<int64_t>(kept->nbytes()) : 0;
+    return bytes;
+  }
+
+ private:
+  int64_t rows() const { return int64_t{sizes_.batch} * sizes_.num_q_heads; }
+  void wait_for_counts() {
+    counted_.synchronize();
+    pattern::check_fault(*faults_.report());
+  }
+  int64_t column_room() {
+    if (!room_) {
+      wait_for_counts();
+      room_ = host_counts_.select(0, 1).max().item<int32_t>();
+    }
+    return *room_;
+  }
+
+  RingContext::State& state_;
+  ListSizes sizes_;
+  at::Device device_;
+  at::Tensor diagonal_bits_, column_bits_;
+  FaultMemory faults_;
+  std::optional<int64_t> room_;
+  at::Tensor host_counts_, host_dense_, host_caps_;
+  c10::Event counted_;
+  at::Tensor host_diagonals_, host_columns_;
+  c10::Event copied_;
+  at::Tensor entries_, num_entries_, columns_, num_columns_;
+  int64_t entries_capacity_ = 0;
+};
+
+/// Room for columns that is taken without asking how many there are: 1 GiB of copies of K and V.
+constexpr int64_t kMostRoomBytes = int64_t{1} << 30;
 
 }  // namespace
 
 index::Index choose_on_device(RingContext::State& state, const at::Tensor& q, const at::Tensor& k,
                               double softmax_scale, const at::Tensor& document_starts,
                               const pattern::VerticalSlashOptions& options) {
+  return *lists_on_device(state, q, k, softmax_scale, document_starts, options)->host_index();
+}
+
+std::shared_ptr<DeviceLists> lists_on_device(RingContext::State& state, const at::Tensor& q,
+                                             const at::Tensor& k, double softmax_scale,
+                                             const at::Tensor& document_starts,
+                                             const pattern::VerticalSlashOptions& options) {
   const Shards shards(state, q, k, softmax_scale, document_starts);
   pattern::check_device_choice(shards.host, options);
   const int64_t batch = q.size(0), heads = q.size(2), rows = batch * heads;
@@ -118,8 +300,10 @@ index::Index choose_on_device(RingContext::State& state, const at::Tensor& q, co
   at::Tensor dense = memory("index dense heads", {rows}, at::kByte);
   at::Tensor caps_hit = memory("index caps", {batch}, at::kLong);
   const FaultMemory faults;
-  at::Tensor diagonal_bits = memory("index diagonal bits", {rows, (blocks + 63) / 64}, at::kLong);
-  at::Tensor column_bits = memory("index column bits", {rows, (seq_len + 31) / 32}, at::kInt);
+  // These stay: lists of backward are made of them.
+  const at::TensorOptions kept = at::TensorOptions().device(shards.device);
+  at::Tensor diagonal_bits = at::empty({rows, (blocks + 63) / 64}, kept.dtype(at::kLong));
+  at::Tensor column_bits = at::empty({rows, (seq_len + 31) / 32}, kept.dtype(at::kInt));
 
   const int64_t parts = pattern::has_windows_by_sample(shards.host, options) ? batch : 1;
   for (int64_t b = 0; b < parts; ++b) {
@@ -162,21 +346,14 @@ index::Index choose_on_device(RingContext::State& state, const at::Tensor& q, co
                                             bytes, shards.stream, out);
   }
 
-  const at::Tensor host_counts = counts.cpu(), host_dense = dense.cpu(), host_caps = caps_hit.cpu();
-  pattern::check_fault(*faults.report());  // the copies have waited for the device
-  const auto longest = [&](int64_t which) {
-    return host_counts.select(0, which).max().item<int32_t>();
-  };
-  const at::Tensor host_diagonals = diagonals.narrow(1, 0, longest(0)).cpu(),
-                   host_columns = columns.narrow(1, 0, longest(1)).cpu();
-  index::Index index = index::make_index(static_cast<int>(batch), static_cast<int>(heads), seq_len,
-                                         ragged(host_diagonals, host_counts.select(0, 0)),
-                                         ragged(host_columns, host_counts.select(0, 1)));
-  const auto* flags = host_dense.const_data_ptr<uint8_t>();
-  index.dense_heads.assign(flags, flags + rows);
-  const auto* caps = host_caps.const_data_ptr<int64_t>();
-  index.caps_hit = std::accumulate(caps, caps + parts, int64_t{0});
-  return index;
+  // Copies of K and V that a launch makes of its columns.
+  const int64_t most_bytes = 4 * rows * column_capacity * q.size(3);
+  const bool bounded = options.max_columns && !document_starts.defined();
+  return std::make_shared<ChosenLists>(
+      state, ListSizes{static_cast<int>(batch), static_cast<int>(heads), seq_len}, shards.device,
+      counts, dense, caps_hit.narrow(0, 0, parts), diagonal_bits, column_bits, faults,
+      bounded && most_bytes <= kMostRoomBytes ? std::optional<int64_t>(column_capacity)
+                                              : std::nullopt);
 }
 
 pattern::Recall recall_on_device(RingContext::State& state, const at::Tensor& q,

@@ -6,6 +6,7 @@
 // copies a layer. Collective over the context's ranks.
 #pragma once
 
+#include "mtraining/attention/device_lists.h"
 #include "mtraining/attention/ring_context.h"
 #include "mtraining/pattern/pattern.h"
 
@@ -16,6 +17,11 @@ namespace mtraining::attention {
 index::Index choose_on_device(RingContext::State& state, const at::Tensor& q, const at::Tensor& k,
                               double softmax_scale, const at::Tensor& document_starts,
                               const pattern::VerticalSlashOptions& options);
+/// The same choice, enqueued: the host goes on. What is wrong with values is said when the host's index is asked for.
+std::shared_ptr<DeviceLists> lists_on_device(RingContext::State& state, const at::Tensor& q,
+                                             const at::Tensor& k, double softmax_scale,
+                                             const at::Tensor& document_starts,
+                                             const pattern::VerticalSlashOptions& options);
 pattern::Recall recall_on_device(RingContext::State& state, const at::Tensor& q,
                                  const at::Tensor& k, double softmax_scale,
                                  const at::Tensor& document_starts,

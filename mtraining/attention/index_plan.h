@@ -6,11 +6,14 @@
 // Memory: O(diagonals + columns) where the layout has stripes, O(blocks computed) of CSR on zigzag. One thread.
 #pragma once
 
+#include <ATen/core/Tensor.h>
+
 #include <cstdint>
 #include <memory>
 #include <optional>
 #include <vector>
 
+#include "mtraining/attention/device_lists.h"
 #include "mtraining/attention/list_uploads.h"
 #include "mtraining/attention/ring_attention.h"
 #include "mtraining/index/columns.h"
@@ -22,20 +25,28 @@ namespace mtraining::attention {
 class IndexPlan {
  public:
   IndexPlan(std::shared_ptr<const index::Index> index, const layout::Layout& layout, int cp_rank);
+  /// Of an index that the ranks' GPUs have chosen together; the host's copy is asked for when something needs it.
+  IndexPlan(std::shared_ptr<DeviceLists> made, const layout::Layout& layout, int cp_rank);
 
-  const index::Index& index() const { return *index_; }
-  bool has_columns() const { return has_columns_; }
-  /// Every head computes every pair.
+  const ListSizes& sizes() const { return sizes_; }
+  const index::Index& index();
+  /// Made by a GPU, and not here yet.
+  bool is_awaited() const { return index_ == nullptr; }
+  /// The host's index, handed over: the plan does not keep it alive from here on.
+  std::shared_ptr<const index::Index> release_index();
+  bool has_columns();
+  /// Every head computes every pair. False of an index that is awaited.
   bool is_dense() const { return is_dense_; }
   /// A digest of the index: ranks with different ones must not meet.
   uint64_t digest();
 
   // Lists of a source, of its columns, of a slice of the union, and the bitmap, where kernels on `device` read them.
-  /// by_key_too: also the lists by key block, which the backward of a GPU walks.
+  /// by_key_too: also the lists by key block, which the backward of a GPU walks; made there.
   kernels::BlockLists block_lists(int source_rank, at::Device device, bool by_key_too);
   kernels::ColumnLists column_lists(int source_rank, at::Device device);
   kernels::ColumnLists slice_lists(const index::ColumnSlice& slice, at::Device device);
   const uint64_t* bitmap_words(at::Device device);
+  int64_t bitmap_words_a_row();
 
   const index::StepBlocks& blocks(int source_rank);
   const index::StepColumns& step_columns(int source_rank);
@@ -52,13 +63,22 @@ class IndexPlan {
   int64_t bytes() const;
 
  private:
+  /// CSR lists by key block, in device memory.
+  struct BlocksByKey {
+    at::Tensor row_begin, query_blocks;
+  };
+
+  void look_at(const index::Index& index);
+
   std::shared_ptr<const index::Index> index_;
+  std::shared_ptr<DeviceLists> made_;  // null: from the host
+  ListSizes sizes_;
   const layout::Layout& layout_;
   int cp_rank_;
   bool has_columns_ = false, is_dense_ = false;
   std::optional<uint64_t> digest_;
   std::vector<std::unique_ptr<index::StepBlocks>> blocks_;  // by source rank
-  std::vector<std::unique_ptr<index::StepBlocks>> blocks_by_key_;
+  std::vector<BlocksByKey> blocks_by_key_;                  // by source rank
   std::vector<std::unique_ptr<index::StepColumns>> step_columns_;
   std::optional<index::DiagonalBitmap> bitmap_;
   std::optional<index::ColumnPlan> column_plan_;
@@ -76,6 +96,7 @@ class IndexPlanCache {
  public:
   std::shared_ptr<IndexPlan> find_or_make(const std::shared_ptr<const index::Index>& index,
                                           const layout::Layout& layout, int cp_rank);
+  void keep(const std::shared_ptr<const index::Index>& index, std::shared_ptr<IndexPlan> plan);
 
  private:
   struct Kept {

@@ -29,8 +29,8 @@ bool columns_are_exchanged(RingContext::State& state, IndexPlan& plan, int num_k
 }
 
 /// What chooses the kernels of a call on a GPU.
-kernels::Request request_of(const RingContext::State& state, const IndexPlan& plan,
-                            const RingCall& call, kernels::Direction direction) {
+kernels::Request request_of(const RingContext::State& state, IndexPlan& plan, const RingCall& call,
+                            kernels::Direction direction) {
   kernels::Request request;
   request.direction = direction;
   request.device = kernels::current_cuda_device();
@@ -47,7 +47,7 @@ kernels::Request request_of(const RingContext::State& state, const IndexPlan& pl
   return request;
 }
 
-bool is_torchs(const RingContext::State& state, const IndexPlan& plan, const RingCall& call,
+bool is_torchs(const RingContext::State& state, IndexPlan& plan, const RingCall& call,
                kernels::Direction direction) {
   return !call.q.is_cpu() && kernels::choose(request_of(state, plan, call, direction)).backend ==
                                  kernels::Backend::kTorch;
@@ -97,7 +97,7 @@ class Launcher {
     }
     if (plan.has_columns()) {
       common_.diagonal_bits = plan.bitmap_words(device_);
-      common_.diagonal_words = plan.bitmap().words;
+      common_.diagonal_words = plan.bitmap_words_a_row();
     }
     if (device_.is_cpu()) return;
     backend_ = kernels::choose(request_of(state, plan, call, direction)).backend;
@@ -203,16 +203,20 @@ ForwardResult ring_forward(RingContext::State& state, IndexPlan& plan, const Rin
   };
 
   std::optional<ColumnExchange> columns;
-  if (exchanged) {
+  const auto post_columns = [&] {
     columns.emplace(
         state, plan,
         plan.column_plan(static_cast<int>(call.k.size(2)), state.options.max_column_rows_per_rank),
         call.k, call.v);
     columns->post_gather(0);  // travels under the ring
-  }
+  };
+  // What a GPU has chosen is planned on the host while the first launch runs.
+  const bool columns_later = plan.is_awaited();
+  if (exchanged && !columns_later) post_columns();
   RingPass(state, state.forward, slots).run([&](const ring::Op& op) {
     auto stretch = state.begin_stretch(device);
     launch(launcher.sources_of(op));
+    if (exchanged && !columns) post_columns();
     state.end_stretch(std::move(stretch), "forward", op.ring_step, launcher.pairs_of(op));
   });
   for (int slice = 0; columns && slice < columns->num_slices(); ++slice) {

@@ -38,7 +38,6 @@ uint64_t digest_of(const at::Tensor& document_starts) {
 
 void agree(RingContext::State& state, const std::array<int64_t, kNumAgreed>& mine) {
   comm::Communicator& group = *state.agreement_group;
-  if (group.size() == 1) return;
   std::vector<std::array<int64_t, kNumAgreed>> all(static_cast<size_t>(group.size()));
   std::vector<comm::Buffer> parts;
   for (auto& part : all) parts.push_back({part.data(), static_cast<int64_t>(sizeof(part))});
@@ -77,15 +76,17 @@ at::Tensor local_document_start(const RingContext::State& state,
 RingCall checked_call(RingContext::State& state, IndexPlan& plan, const char* direction,
                       const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                       double softmax_scale, const at::Tensor& document_starts) {
-  const index::Index& index = plan.index();
+  const ListSizes& index = plan.sizes();
   const int64_t n = state.layout.tokens_per_rank();
   MT_CHECK_ARG(index.seq_len == state.layout.seq_len(), "index: expected seq_len ",
                state.layout.seq_len(), ", got ", index.seq_len);
-  MT_CHECK_ARG(
-      index.diagonals.rows == int64_t{index.batch} * index.num_q_heads &&
-          index.columns.rows == index.diagonals.rows,
-      "index: expected lists of batch x num_q_heads = ", int64_t{index.batch} * index.num_q_heads,
-      " rows, got ", index.diagonals.rows, " of diagonals and ", index.columns.rows, " of columns");
+  if (!plan.is_awaited()) {
+    const int64_t rows = int64_t{index.batch} * index.num_q_heads,
+                  diagonals = plan.index().diagonals.rows, columns = plan.index().columns.rows;
+    MT_CHECK_ARG(diagonals == rows && columns == rows,
+                 "index: expected lists of batch x num_q_heads = ", rows, " rows, got ", diagonals,
+                 " of diagonals and ", columns, " of columns");
+  }
   const int64_t head_dim = q.defined() && q.dim() == 4 ? q.size(3) : 0;
   const at::ScalarType dtype = q.defined() ? q.scalar_type() : at::kFloat;
   const at::Device device = q.defined() ? q.device() : at::kCPU;
@@ -128,6 +129,7 @@ RingCall checked_call(RingContext::State& state, IndexPlan& plan, const char* di
                                                 .view(at::kInt)
                                                 .view(local.sizes());
   }
+  if (state.agreement_group->size() == 1) return call;
   agree(state, {std::strcmp(direction, "backward") == 0, index.batch, index.num_q_heads, kv_heads,
                 head_dim, static_cast<int64_t>(dtype), std::bit_cast<int64_t>(call.softmax_scale),
                 static_cast<int64_t>(plan.digest()), static_cast<int64_t>(digest_of(documents))});

@@ -183,6 +183,13 @@ RingContext::State::State(const RingOptions& given, comm::Transport& transport,
     block_owners.push_back(static_cast<int32_t>(owner.offset / layout::kBlock));
   }
 
+  if (layout.kind() == layout::LayoutKind::kBlockStriped ||
+      layout.kind() == layout::LayoutKind::kContiguous) {
+    for (int r = 0; r < layout.cp_size(); ++r)
+      residue_distances.push_back(
+          static_cast<int32_t>(layout.residue(cp_rank) - layout.residue(r)));
+  }
+
   comm::CommunicatorPtr job =
       transport.open_host("attention agreement", all_ranks(transport.size()));
   agree_on_options(options, *job);

@@ -66,6 +66,8 @@ struct RingContext::State {
   ListUploads uploads;  ///< of block_starts
   std::vector<int32_t>
       block_owners;  ///< [blocks, 2] rank and local block of each; empty where the layout has no blocks
+  std::vector<int32_t>
+      residue_distances;  ///< [cp_size] residue of this rank minus that of each; empty where there are none
   IndexPlanCache plans;
   std::shared_ptr<const index::Index> dense;  ///< the last dense index asked for
 };

@@ -9,6 +9,8 @@
 #include <mutex>
 #include <set>
 
+#include "mtraining/attention/autograd.h"
+#include "mtraining/attention/ring_call.h"
 #include "mtraining/attention/ring_case.h"
 #include "mtraining/base/check.h"
 #include "mtraining/comm/loopback_device.h"
@@ -208,6 +210,81 @@ TEST(RingOnGpu, RepeatsAreTheSameBits) {
       for (int repeat = 0; repeat < 3; ++repeat)
         EXPECT_TRUE(same_bits(run_ring_on_gpu(problem, options), first))
             << testing::to_string(options);
+    }
+  }
+}
+
+TEST(RingOnGpu, ListsThatTheDeviceMakesAreThoseOfTheHost) {
+  // One choice, attended by what the device made of it, and again by what the host makes of its copy: the same bits.
+  const RingProblem problem({.batch = 2, .seq_len = 1900, .precision = Precision::kBFloat16});
+  for (const Shape& shape : {Shape{1, 1, kFlat}, Shape{1, 3, kFlat}, Shape{2, 2, kHierarchical}}) {
+    for (const Placement& placement : kPlacements) {
+      for (const std::optional<int64_t> max_columns : {std::optional<int64_t>(), {200}, {0}}) {
+        RingOptions options = ring_options(shape.nodes, shape.ranks_per_node, placement.kind,
+                                           placement.stripe, problem.options().seq_len);
+        options.ring = shape.ring;
+        on_ranks(options, [&](RingContext& context, comm::Transport&) {
+          SCOPED_TRACE(testing::to_string(options));
+          const at::NoGradGuard no_grad;
+          const auto in = testing::on_device(
+              testing::rank_inputs(problem, context.layout(), context.cp_rank()), at::kCUDA);
+          AttentionCall call;
+          call.pattern.vertical_slash.p_vertical = call.pattern.vertical_slash.p_slash = 0.5;
+          call.pattern.vertical_slash.dense_threshold = 1;
+          call.pattern.vertical_slash.sink_tokens = max_columns == 0 ? 0 : 5;
+          call.pattern.vertical_slash.max_columns = max_columns;
+          const AttentionOutput one = sparse_ring_attention(context, in.q, in.k, in.v, call);
+          call.index = std::make_shared<const index::Index>(*one.index);  // another object: no plan
+          const AttentionOutput two = sparse_ring_attention(context, in.q, in.k, in.v, call);
+          EXPECT_TRUE(at::equal(one.out, two.out));
+          EXPECT_TRUE(at::equal(one.lse, two.lse));
+          EXPECT_TRUE(at::equal(one.out_residual, two.out_residual));
+          int64_t columns = 0;
+          for (const int32_t count : one.index->columns.counts) columns += count;
+          EXPECT_EQ(columns > 0, max_columns != 0);
+          RingContext::State& state = context.state();
+          const auto gradients = [&](const AttentionOutput& output) {
+            const auto plan = state.plans.find_or_make(output.index, state.layout, state.cp_rank);
+            return checked_backward(state, *plan, in.dout, in.q, in.k, in.v,
+                                    {output.out, output.lse, output.out_residual}, 0, {});
+          };
+          const BackwardResult a = gradients(one), b = gradients(two);
+          EXPECT_TRUE(at::equal(a.dq, b.dq));
+          EXPECT_TRUE(at::equal(a.dk, b.dk));
+          EXPECT_TRUE(at::equal(a.dv, b.dv));
+        });
+      }
+    }
+  }
+}
+
+TEST(RingOnGpu, DenseAloneIsTorchsAndIsTheOracle) {
+  for (const bool deterministic : {true, false}) {
+    for (const int64_t seq_len : {700, 1024}) {
+      for (const int64_t head_dim : {64, 128}) {
+        const RingProblem problem({.batch = 2,
+                                   .seq_len = seq_len,
+                                   .num_q_heads = 4,
+                                   .num_kv_heads = 2,
+                                   .head_dim = head_dim,
+                                   .precision = Precision::kBFloat16,
+                                   .choice = Choice::kDense});
+        RingOptions options =
+            ring_options(1, 1, LayoutKind::kBlockStriped, 128, problem.options().seq_len);
+        options.deterministic = deterministic;
+        const index::Index dense = index::dense_index(2, 4, seq_len);
+        Solution whole = testing::empty_solution(problem);
+        on_ranks(options, [&](RingContext& context, comm::Transport&) {
+          const auto in = testing::on_device(
+              testing::rank_inputs(problem, context.layout(), context.cp_rank()), at::kCUDA);
+          const ForwardResult forward = ring_forward(context, in.q, in.k, in.v, dense, 0);
+          EXPECT_FALSE(forward.out_residual.defined());  // whose kernels ran
+          const BackwardResult backward =
+              ring_backward(context, in.dout, in.q, in.k, in.v, forward.out, forward.lse, dense, 0);
+          testing::put_rank({forward, backward}, problem, context.layout(), 0, whole);
+        });
+        EXPECT_EQ(compare_with_truth(whole, problem).fault, "") << seq_len << " " << head_dim;
+      }
     }
   }
 }
