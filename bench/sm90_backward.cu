@@ -256,21 +256,8 @@ int main(int argc, char** argv) {
   try {
     const Pattern pattern = read_pattern(argc > 1 ? argv[1] : "");
     for (int a = 2; a < argc; ++a) {
+      if (take_option(argc, argv, a)) continue;
       std::string name = argv[a];
-      if (name.rfind("--", 0) == 0 && a + 1 < argc) {
-        const std::string value = argv[++a];
-        if (name == "--heads") {
-          shape().heads = std::stoi(value);
-          shape().kv_heads = std::stoi(value.substr(value.find('/') + 1));
-        } else if (name == "--head-dim") {
-          shape().head_dim = std::stoi(value);
-        } else if (name == "--dtype" && value == "fp16") {
-          shape().dtype = mtraining::kernels::DType::kFloat16;
-        } else {
-          throw std::invalid_argument(name + " " + value);
-        }
-        continue;
-      }
       const bool both = name.back() == '+';
       if (both) name.pop_back();
       const Prepared made = prepare_case(pattern, name);

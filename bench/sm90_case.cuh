@@ -14,6 +14,7 @@
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <numeric>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -41,6 +42,37 @@ struct Shape {
 };
 inline Shape program_shape;
 inline Shape& shape() { return program_shape; }
+
+/// Takes --heads Q/KV, --head-dim D, --dtype fp16 off the arguments, argv[a] and the value behind it. False: argv[a] is no option.
+inline bool take_option(int argc, char** argv, int& a) {
+  const std::string name = argv[a];
+  if (name.rfind("--", 0) != 0 || a + 1 == argc) return false;
+  const std::string value = argv[++a];
+  if (name == "--heads") {
+    shape().heads = std::stoi(value);
+    shape().kv_heads = std::stoi(value.substr(value.find('/') + 1));
+  } else if (name == "--head-dim") {
+    shape().head_dim = std::stoi(value);
+  } else if (name == "--dtype" && value == "fp16") {
+    shape().dtype = mtraining::kernels::DType::kFloat16;
+  } else {
+    throw std::invalid_argument(name + " " + value);
+  }
+  return true;
+}
+
+/// Elements of the program's dtype on the device as floats.
+inline std::vector<float> read_floats(const void* device, int64_t count) {
+  std::vector<uint16_t> bits(count);
+  check_device(cudaMemcpy(bits.data(), device, count * 2, cudaMemcpyDeviceToHost), "reading");
+  std::vector<float> values(count);
+  for (int64_t i = 0; i < count; ++i) {
+    values[i] = shape().dtype == mtraining::kernels::DType::kFloat16
+                    ? __half2float(__half(__half_raw{bits[i]}))
+                    : __bfloat162float(__nv_bfloat16(__nv_bfloat16_raw{bits[i]}));
+  }
+  return values;
+}
 constexpr int kWarmUp = 3, kRuns = 9;
 
 /// Normal values from a counter, some rows louder than others so that row maxima move.

@@ -1,6 +1,7 @@
 // Speed of the Hopper forward on a fixed vertical-slash pattern: one JSON line a case.
 //
-// sm90_forward PATTERN.json CASE...      CASE: one | csr | no_columns | rank8 | rank8_split | shards8 | dense:SEQ_LEN
+// sm90_forward PATTERN.json [--heads Q/KV] [--head-dim D] [--dtype fp16] CASE...
+// CASE: one | csr | no_columns | rank8 | rank8_split | shards8 | dense:SEQ_LEN
 //   one          one rank, everything in one source, columns inside it
 //   csr          the same, block lists as CSR
 //   no_columns   the same without columns
@@ -43,8 +44,8 @@ double sampled_error(const Inputs& inputs, const mtraining::index::Index& index,
                      const RankRun& run) {
   const int64_t n = static_cast<int64_t>(run.positions.size());
   double worst = 0;
-  std::vector<__nv_bfloat16> q(shape().head_dim);
-  const auto k = inputs.k.read<__nv_bfloat16>(), v = inputs.v.read<__nv_bfloat16>();
+  const auto k = read_floats(inputs.k.get(), inputs.k.bytes() / 2),
+             v = read_floats(inputs.v.get(), inputs.v.bytes() / 2);
   std::vector<float> out(shape().head_dim);
   uint64_t state = 12345;
   for (int sample = 0; sample < 40; ++sample) {
@@ -52,10 +53,8 @@ double sampled_error(const Inputs& inputs, const mtraining::index::Index& index,
     const int64_t t = static_cast<int64_t>((state >> 33) % n);
     const int h = sample % shape().heads, g = h / (shape().heads / shape().kv_heads);
     const int64_t i = run.positions[t];
-    check_device(cudaMemcpy(q.data(),
-                            run.q.get<__nv_bfloat16>() + (t * shape().heads + h) * shape().head_dim,
-                            shape().head_dim * 2, cudaMemcpyDeviceToHost),
-                 "q");
+    const auto q = read_floats(run.q.get<uint16_t>() + (t * shape().heads + h) * shape().head_dim,
+                               shape().head_dim);
     check_device(
         cudaMemcpy(out.data(), run.out.get<float>() + (t * shape().heads + h) * shape().head_dim,
                    shape().head_dim * 4, cudaMemcpyDeviceToHost),
@@ -73,8 +72,7 @@ double sampled_error(const Inputs& inputs, const mtraining::index::Index& index,
       if (!keys[j]) continue;
       double s = 0;
       for (int d = 0; d < shape().head_dim; ++d)
-        s += double{__bfloat162float(q[d])} *
-             __bfloat162float(k[(j * shape().kv_heads + g) * shape().head_dim + d]);
+        s += double{q[d]} * k[(j * shape().kv_heads + g) * shape().head_dim + d];
       scores[j] = s / std::sqrt(static_cast<double>(shape().head_dim));
       top = std::max(top, scores[j]);
     }
@@ -83,7 +81,7 @@ double sampled_error(const Inputs& inputs, const mtraining::index::Index& index,
       const double p = std::exp(scores[j] - top);
       sum += p;
       for (int d = 0; d < shape().head_dim; ++d)
-        row[d] += p * __bfloat162float(v[(j * shape().kv_heads + g) * shape().head_dim + d]);
+        row[d] += p * v[(j * shape().kv_heads + g) * shape().head_dim + d];
     }
     double norm = 0, error = 0;
     for (int d = 0; d < shape().head_dim; ++d) {
@@ -129,12 +127,16 @@ void measure(const std::string& pattern, const std::string& name, const Inputs& 
   const double ms = times[times.size() / 2];
   const double error = sampled_error(inputs, index, *runs[0]);
   std::printf(
-      "{\"bench\": \"sm90_forward\", \"pattern\": \"%s\", \"case\": \"%s\", \"seq_len\": %ld, "
+      "{\"bench\": \"sm90_forward\", \"pattern\": \"%s\", \"case\": \"%s\", \"dtype\": \"%s\", "
+      "\"heads\": \"%d/%d\", "
+      "\"head_dim\": %d, \"seq_len\": %ld, "
       "\"pairs\": %ld, "
       "\"ms\": %.3f, \"min_ms\": %.3f, \"max_ms\": %.3f, \"tflops\": %.1f, \"host_us\": %.1f, "
       "\"error\": %.2e}\n",
-      pattern.c_str(), name.c_str(), static_cast<long>(inputs.seq_len), static_cast<long>(pairs),
-      ms, times.front(), times.back(),
+      pattern.c_str(), name.c_str(),
+      shape().dtype == mtraining::kernels::DType::kFloat16 ? "fp16" : "bf16", shape().heads,
+      shape().kv_heads, shape().head_dim, static_cast<long>(inputs.seq_len),
+      static_cast<long>(pairs), ms, times.front(), times.back(),
       4.0 * shape().head_dim * static_cast<double>(pairs) / ms / 1e9, host_us, error);
   std::fflush(stdout);
   cudaEventDestroy(start);
@@ -147,6 +149,7 @@ int main(int argc, char** argv) {
   try {
     const Pattern pattern = read_pattern(argc > 1 ? argv[1] : "");
     for (int a = 2; a < argc; ++a) {
+      if (take_option(argc, argv, a)) continue;
       const std::string name = argv[a];
       const Prepared made = prepare_case(pattern, name);
       measure(made.pattern.name, name, *made.inputs, made.index, made.runs, name == "rank8_split",
