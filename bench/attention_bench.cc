@@ -1,9 +1,8 @@
 #include "bench/attention_bench.h"
 
 #include <cmath>
-#include <optional>
+#include <memory>
 
-#include "bench/sdpa_peer.h"
 #include "mtraining/base/check.h"
 #include "mtraining/base/parallel.h"
 
@@ -20,20 +19,47 @@ Json spread_json(const Spread& s) {
 
 }  // namespace
 
+void check(const AttentionBenchOptions& options) {
+  check(options.sizes);
+  check(options.place, options.sizes);
+  MT_CHECK_ARG(options.repeats >= 1, "--repeats: expected at least 1, got ", options.repeats);
+  MT_CHECK_ARG(options.warm_up >= 0, "--warm-up: expected at least 0, got ", options.warm_up);
+  MT_CHECK_ARG(!options.peer || options.place.cp_size == 1,
+               "--peer sdpa: expected --cp-size 1, got ", options.place.cp_size,
+               ": a rank's share beside the whole sequence is not the same work");
+}
+
+AttentionArms cpu_arms(const AttentionBenchOptions& options, const AttentionInputs& inputs) {
+  return {.device = cpu_name(options.place.threads),
+          .inputs = inputs.digest,
+          .launch =
+              [&options, &inputs](const index::Index& index) {
+                return make_launch(options.place, options.sizes, inputs, index);
+              },
+          .peer =
+              [&options, &inputs] {
+                return std::make_unique<SdpaPeer>(options.sizes, inputs, options.place.threads);
+              }};
+}
+
 std::vector<AttentionRow> bench_attention(const AttentionBenchOptions& options,
                                           const AttentionInputs& inputs,
                                           const std::vector<AttentionCase>& cases,
                                           const Provenance& from,
                                           const std::function<void(int repeat)>& progress) {
+  check(options);
+  return bench_attention(options, cpu_arms(options, inputs), cases, from, progress);
+}
+
+std::vector<AttentionRow> bench_attention(const AttentionBenchOptions& options,
+                                          const AttentionArms& arms,
+                                          const std::vector<AttentionCase>& cases,
+                                          const Provenance& from,
+                                          const std::function<void(int repeat)>& progress) {
   const AttentionSizes& sizes = options.sizes;
   const LaunchPlace& place = options.place;
-  check(sizes);
-  check(place, sizes);
-  MT_CHECK_ARG(options.repeats >= 1, "--repeats: expected at least 1, got ", options.repeats);
-  MT_CHECK_ARG(options.warm_up >= 0, "--warm-up: expected at least 0, got ", options.warm_up);
+  check(options);
   MT_CHECK_ARG(!cases.empty(), "bench attention: expected at least one case, got none");
-  MT_CHECK_ARG(!options.peer || place.cp_size == 1, "--peer sdpa: expected --cp-size 1, got ",
-               place.cp_size, ": a rank's share beside the whole sequence is not the same work");
   const layout::Layout layout({.kind = place.layout,
                                .seq_len = sizes.seq_len,
                                .cp_size = place.cp_size,
@@ -48,25 +74,24 @@ std::vector<AttentionRow> bench_attention(const AttentionBenchOptions& options,
                     .num_q_heads = sizes.num_q_heads,
                     .num_kv_heads = sizes.num_kv_heads,
                     .head_dim = sizes.head_dim,
-                    .inputs = inputs.digest,
-                    .device = cpu_name(place.threads),
+                    .inputs = arms.inputs,
+                    .device = arms.device,
                     .harness = from.harness};
   std::vector<AttentionRow> rows;
-  std::optional<SdpaPeer> peer;
+  std::unique_ptr<SdpaPeer> peer;
   if (options.peer) {
-    peer.emplace(sizes, inputs, place.threads);
+    peer = arms.peer();
     AttentionRow row = blank;
     row.pattern = "dense";
     row.peer = kPeer;
     // Every causal pair; what more of its tiles torch computes is its own affair.
     row.pairs = static_cast<double>(sizes.num_q_heads) * static_cast<double>(sizes.seq_len) *
                 static_cast<double>(sizes.seq_len + 1) / 2;
-    row.more["torch"] = torch_version();
     rows.push_back(std::move(row));
   }
   std::vector<std::unique_ptr<AttentionLaunch>> launches;
   for (const AttentionCase& c : cases) {
-    launches.push_back(make_launch(place, sizes, inputs, c.index));
+    launches.push_back(arms.launch(c.index));
     AttentionRow row = blank;
     row.pattern = c.pattern;
     row.pairs = launches.back()->pairs();
@@ -96,6 +121,9 @@ std::vector<AttentionRow> bench_attention(const AttentionBenchOptions& options,
     for (const auto& launch : launches) run(*launch, place.cp_size == 1);
     if (progress) progress(repeat);
   }
+  size_t at = 0;
+  if (peer) peer->add_facts(rows[at++].more);
+  for (const auto& launch : launches) launch->add_facts(rows[at++].more, options.repeats);
   if (peer) {
     for (size_t i = 1; i < rows.size(); ++i) {
       const Ratio r = ratio(rows.front(), rows[i]);

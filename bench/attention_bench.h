@@ -11,6 +11,7 @@
 
 #include "bench/attention_launch.h"
 #include "bench/rows.h"
+#include "bench/sdpa_peer.h"
 
 namespace mtraining::bench {
 
@@ -22,8 +23,26 @@ struct AttentionBenchOptions {
   uint64_t seed = 1;
   pattern::VerticalSlashOptions estimation;  ///< what index_ms times
 };
+/// Errors: InvalidArgument, Unsupported naming the flag.
+void check(const AttentionBenchOptions& options);
+
+/// Inputs that lie somewhere, and what runs over them. Device, inputs: what rows say of them.
+struct AttentionArms {
+  std::string device, inputs;
+  std::function<std::unique_ptr<AttentionLaunch>(const index::Index&)> launch;
+  std::function<std::unique_ptr<SdpaPeer>()> peer;
+};
+/// On the CPU; `inputs` must live as long.
+AttentionArms cpu_arms(const AttentionBenchOptions& options, const AttentionInputs& inputs);
+
 /// Rows of ours have "ratio_<peer>" keys where the peer ran and the work is the same. `progress` hears each finished repeat.
 /// Errors: InvalidArgument, Unsupported before anything runs.
+std::vector<AttentionRow> bench_attention(const AttentionBenchOptions& options,
+                                          const AttentionArms& arms,
+                                          const std::vector<AttentionCase>& cases,
+                                          const Provenance& from,
+                                          const std::function<void(int repeat)>& progress = {});
+/// The same with cpu_arms().
 std::vector<AttentionRow> bench_attention(const AttentionBenchOptions& options,
                                           const AttentionInputs& inputs,
                                           const std::vector<AttentionCase>& cases,

@@ -217,8 +217,10 @@ class CpuLaunch : public AttentionLaunch {
 void check(const LaunchPlace& place, const AttentionSizes& sizes) {
   MT_CHECK_ARG(place.device == "cpu" || place.device == "cuda",
                "--device: expected cpu or cuda, got '", place.device, "'");
-  MT_CHECK_SUPPORTED(place.device == "cpu",
-                     "--device cuda: the kernels for GPUs are not joined to bench attention yet");
+  MT_CHECK_ARG(place.backend.empty() || place.device == "cuda",
+               "--backend: expected it with --device cuda, got ", place.device);
+  MT_CHECK_ARG(place.backend.empty() || place.backend == "sm80" || place.backend == "sm90",
+               "--backend: expected sm80 or sm90, got '", place.backend, "'");
   MT_CHECK_ARG(place.threads >= 1 && place.threads <= 1024,
                "--threads: expected a number from 1 to 1024, got ", place.threads);
   MT_CHECK_ARG(place.cp_size >= 1 && place.cp_size <= 4096,
@@ -236,6 +238,7 @@ std::unique_ptr<AttentionLaunch> make_launch(const LaunchPlace& place, const Att
                                              const AttentionInputs& inputs,
                                              const index::Index& index) {
   check(place, sizes);
+  MT_CHECK_ARG(place.device == "cpu", "make_launch: expected the CPU, got ", place.device);
   return std::make_unique<CpuLaunch>(place, sizes, inputs, index);
 }
 

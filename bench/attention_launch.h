@@ -5,7 +5,7 @@
 // Next: attention_bench.h times them in turn with the peer's.
 //
 // A rank of cp_size > 1 attends to all shards in one launch, as a ring does whose shards have arrived; nothing is sent. This interface is
-// the seam of devices: a back end implements it with its own memory and clock, and make_launch() chooses by name.
+// the seam of devices: here is the CPU's, device_launch.h has a GPU's with its own memory and clock.
 #pragma once
 
 #include <memory>
@@ -24,8 +24,10 @@ struct LaunchPlace {
   layout::LayoutKind layout = layout::LayoutKind::kContiguous;
   int64_t stripe = 64;
   int cp_size = 1, cp_rank = 0;
+  bool deterministic = false;  ///< of a GPU's backward; the CPU's always is
+  std::string backend = {};    ///< of a GPU: sm80, sm90; empty: what dispatch chooses
 };
-/// Errors: InvalidArgument naming the flag; Unsupported: a device without kernels behind this interface.
+/// Errors: InvalidArgument naming the flag.
 void check(const LaunchPlace& place, const AttentionSizes& sizes);
 
 class AttentionLaunch {
@@ -40,9 +42,11 @@ class AttentionLaunch {
   virtual double pairs() const = 0;
   /// Of the last forward, rows of out as float64, [n, H, D]: for tests.
   virtual std::vector<double> out() const = 0;
+  /// Further keys of its row, after the timed runs; what is timed for them runs `repeats` times.
+  virtual void add_facts(Json& /*row*/, int /*repeats*/) {}
 };
 
-/// `inputs` must live as long.
+/// On the CPU. `inputs` must live as long.
 std::unique_ptr<AttentionLaunch> make_launch(const LaunchPlace& place, const AttentionSizes& sizes,
                                              const AttentionInputs& inputs,
                                              const index::Index& index);

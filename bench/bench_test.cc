@@ -1,5 +1,7 @@
 // What the benches say of themselves: rows, cases, the CPU launches, what a pattern chooses.
+#include <ATen/ATen.h>
 #include <gtest/gtest.h>
+#include <torch/csrc/autograd/autograd.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -12,7 +14,9 @@
 #include "bench/qk_report.h"
 #include "bench/ring_bench.h"
 #include "bench/rows.h"
+#include "bench/sampled_errors.h"
 #include "bench/sdpa_peer.h"
+#include "bench/torch_device.h"
 #include "mtraining/base/check.h"
 #include "mtraining/checkpoint/safetensors.h"
 #include "mtraining/index/step_pairs.h"
@@ -199,7 +203,74 @@ TEST(AttentionBench, PeerAndCasesTakeTurnsAndARanksShareHasNoRatio) {
   EXPECT_FALSE(share[0].more.contains("ratio_to_dense_sdpa"));
   EXPECT_TRUE(share[0].index.wall_ms.empty());
   options.place.device = "cuda";
-  EXPECT_THROW(bench_attention(options, inputs, cases, {}), Unsupported);
+  EXPECT_THROW(bench_attention(options, inputs, cases, {}), InvalidArgument);
+}
+
+TEST(SampledErrors, SayHowFarEachResultIsOff) {
+  const int64_t seq_len = 200, dim = 16;
+  const index::Index index =
+      index::make_index(1, 4, seq_len, {{0, 1}, {0}, {0, 2}, {0, 3}}, {{3}, {70, 5}, {}, {1, 2}});
+  const at::TensorOptions doubles = at::TensorOptions().dtype(at::kDouble);
+  at::Tensor q = at::randn({seq_len, 4, dim}, doubles).requires_grad_(true);
+  at::Tensor k = at::randn({seq_len, 2, dim}, doubles).requires_grad_(true);
+  at::Tensor v = at::randn({seq_len, 2, dim}, doubles).requires_grad_(true);
+  const at::Tensor dout = at::randn({seq_len, 4, dim}, doubles);
+  const at::Tensor at_row = at::arange(seq_len).unsqueeze(1), at_key = at::arange(seq_len);
+  const at::Tensor distance = at_row.div(64, "floor") - at_key.div(64, "floor");
+  std::vector<at::Tensor> outs, lses;
+  for (int h = 0; h < 4; ++h) {
+    at::Tensor mask = at::zeros({seq_len, seq_len}, at::kBool);
+    for (const int32_t d : index.diagonals.row(h)) mask |= distance == d;
+    for (const int32_t c : index.columns.row(h)) mask |= at_key == c;
+    mask &= at_key <= at_row;
+    const at::Tensor scores =
+        (q.select(1, h).mm(k.select(1, h / 2).t()) / 4.0).masked_fill(~mask, -INFINITY);
+    outs.push_back(scores.softmax(1).mm(v.select(1, h / 2)));
+    lses.push_back(scores.logsumexp(1));
+  }
+  const at::Tensor out = at::stack(outs, 1);
+  const auto gradients = torch::autograd::grad({out}, {q, k, v}, {dout});
+  AskedAttention asked{.q = q.detach(),
+                       .dout = dout,
+                       .k = k.detach(),
+                       .v = v.detach(),
+                       .positions = {},
+                       .index = &index,
+                       .softmax_scale = .25};
+  for (int64_t i = 0; i < seq_len; ++i) asked.positions.push_back(i);
+  const ComputedAttention exact{.out = out.detach(),
+                                .dq = gradients[0],
+                                .lse = at::stack(lses).detach(),
+                                .dk = gradients[1],
+                                .dv = gradients[2]};
+  const auto errors = [&](const ComputedAttention& computed) {
+    return sampled_errors(asked, computed, 200, 7);
+  };
+  const Json right = errors(exact);
+  ASSERT_EQ(right.size(), 5u);
+  for (const auto& [key, value] : right.items()) EXPECT_LT(value.get<double>(), 1e-12) << key;
+  const auto off = [&](const char* key, at::Tensor ComputedAttention::*member) {
+    ComputedAttention wrong = exact;
+    wrong.*member = exact.*member * 1.01;
+    EXPECT_NEAR(errors(wrong)[key].get<double>(), .01, 1e-3) << key;
+  };
+  off("out_error", &ComputedAttention::out);
+  off("dq_error", &ComputedAttention::dq);
+  off("dk_error", &ComputedAttention::dk);
+  off("dv_error", &ComputedAttention::dv);
+  const index::Index other = index::make_index(1, 4, seq_len, {{0, 1}, {0}, {0, 2}, {0, 3}},
+                                               {{3}, {5}, {}, {1, 2}});  // a column less
+  asked.index = &other;
+  for (const auto& [key, value] : errors(exact).items()) EXPECT_GT(value.get<double>(), .05) << key;
+}
+
+TEST(TorchDevice, NamesOfKernelsAreShort) {
+  EXPECT_EQ(short_kernel_name("void mtraining::kernels::sm90::forward_kernel<cutlass::bfloat16_t, "
+                              "128>(mtraining::kernels::sm90::Args)"),
+            "sm90::forward_kernel");
+  EXPECT_EQ(short_kernel_name("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_knob_7"),
+            "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_knob_7");
+  EXPECT_EQ(short_kernel_name("Memset (Device)"), "Memset");
 }
 
 TEST(QkReport, IsTheSameOnAnyNumberOfRanks) {

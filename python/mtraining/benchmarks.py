@@ -1,8 +1,8 @@
 """Rows of benchmarks as a table and as a picture.
 
-In:   *.jsonl that `mtraining bench` wrote. Out: a Markdown table; a PNG (plots.plot_benchmarks). Next: docs/benchmarks/README.md.
+In:   *.jsonl that `mtraining bench` wrote. Out: a Markdown table; a picture (plots.plot_benchmarks). Next: docs/benchmarks/README.md.
 
-    python -m mtraining.benchmarks docs/benchmarks/cpu_attention.jsonl [--plot out.png]
+    python -m mtraining.benchmarks docs/benchmarks/cpu_attention.jsonl [--plot out.png | out.svg]
 """
 
 from __future__ import annotations
@@ -83,6 +83,9 @@ def table(rows: list[dict]) -> str:
         "fwd_ms",
         "bwd_ms",
         "index_ms",
+        "fwd_tflops",
+        "bwd_tflops",
+        "out_error",
     )
     lines = [
         "| " + " | ".join((*columns, "peer / this", "commit")) + " |",
@@ -105,7 +108,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("files", type=Path, nargs="+", help="rows, one JSON object a line")
     parser.add_argument(
-        "--plot", type=Path, help="also a PNG: time against density and against length"
+        "--plot", type=Path, help="also a PNG or SVG: time against density and against length"
     )
     a = parser.parse_args(arguments)
     try:

@@ -104,60 +104,60 @@ def plot_comparison(runs: dict[str, Path], example: Path, unigram: float, out: P
 
 
 def plot_benchmarks(rows: list[dict], out: Path) -> None:
-    """Forward + backward + index of rows of `bench attention`, against density and against length; peers as lines of their own."""
+    """Forward + backward + index of rows of `bench attention`, against density and against length; peers as dashed lines.
+
+    One line a length, dtype and head_dim on the left, one a pattern (or peer), dtype and head_dim on the right; devices are told
+    apart where there are several. `out`: PNG or SVG.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
+    plt.rcParams["svg.fonttype"] = "none"
+    several_devices = len({row["device"] for row in rows}) > 1
+
     def milliseconds(row: dict) -> float:
         return sum(row[k] for k in ("fwd_ms", "bwd_ms", "index_ms") if row.get(k) is not None)
+
+    def kind(row: dict) -> tuple:
+        return (row["dtype"], row["head_dim"], row["device"] if several_devices else "")
+
+    def words(kind: tuple) -> str:
+        return f"{kind[0]}, D {kind[1]}" + (f", {kind[2]}" if kind[2] else "")
 
     figure, (densities, lengths) = plt.subplots(1, 2, figsize=(11, 4.2), constrained_layout=True)
     groups: dict[tuple, list[dict]] = {}
     for row in rows:
-        if row.get("peer") is None and row.get("density") is not None:
-            groups.setdefault((row["seq_len"], row["dtype"], row["head_dim"]), []).append(row)
-    for (seq_len, dtype, head_dim), group in sorted(groups.items()):
+        if row["pattern"].startswith("dens") and not row.get("peer"):
+            groups.setdefault((row["seq_len"], *kind(row)), []).append(row)
+    for (seq_len, *which), group in sorted(groups.items()):
         group.sort(key=lambda row: row["density"])
-        label = f"{seq_len} tokens, {dtype}, D {head_dim}"
-        line = densities.plot(
-            [row["density"] for row in group],
-            [milliseconds(row) for row in group],
-            "o-",
-            ms=3,
-            label=label,
-        )
+        label = f"{seq_len} tokens, {words(which)}"
+        at = [row["density"] for row in group], [milliseconds(row) for row in group]
+        line = densities.plot(*at, "o-", ms=3, label=label)
         for row in rows:
-            if row.get("peer") and (row["seq_len"], row["dtype"], row["head_dim"]) == (
-                seq_len,
-                dtype,
-                head_dim,
-            ):
-                densities.axhline(
-                    milliseconds(row),
-                    ls="--",
-                    lw=0.8,
-                    color=line[0].get_color(),
-                    label=f"{row['peer']}, {label}",
-                )
+            if row.get("peer") and (row["seq_len"], *kind(row)) == (seq_len, *which):
+                style = {"ls": "--", "lw": 0.8, "color": line[0].get_color()}
+                densities.axhline(milliseconds(row), label=f"{row['peer']}, {label}", **style)
     densities.set(
         xscale="log", yscale="log", xlabel="density", ylabel="ms, forward + backward + index"
     )
-    by_pattern: dict[str, list[dict]] = {}
+    by_pattern: dict[tuple, list[dict]] = {}
     for row in rows:
-        by_pattern.setdefault(row.get("peer") or row["pattern"], []).append(row)
-    for name, group in sorted(by_pattern.items()):
+        by_pattern.setdefault((row.get("peer") or row["pattern"], *kind(row)), []).append(row)
+    for (name, *which), group in sorted(by_pattern.items()):
         group.sort(key=lambda row: row["seq_len"])
         lengths.plot(
             [row["seq_len"] for row in group],
             [milliseconds(row) for row in group],
-            "o-",
+            "o--" if group[0].get("peer") else "o-",
             ms=3,
-            label=name,
+            label=f"{name}, {words(which)}",
         )
     lengths.set(xscale="log", yscale="log", xlabel="tokens")
     for axes in (densities, lengths):
-        axes.legend(fontsize=7)
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(fontsize=7)
     figure.savefig(out, dpi=110)
     plt.close(figure)
