@@ -1,33 +1,12 @@
-// Counts what the index allocates: this file replaces operator new for the whole test binary.
+// Counts what the index allocates.
 #include <gtest/gtest.h>
 
-#include <atomic>
-#include <cstdlib>
-#include <new>
 #include <random>
 
 #include "mtraining/index/columns.h"
 #include "mtraining/index/index.h"
 #include "mtraining/index/step_index.h"
-
-namespace {
-
-std::atomic<int64_t> allocated_bytes{0};
-
-void* counted(std::size_t bytes) {
-  allocated_bytes += static_cast<int64_t>(bytes);
-  if (void* memory = std::malloc(bytes == 0 ? 1 : bytes)) return memory;
-  throw std::bad_alloc();
-}
-
-}  // namespace
-
-void* operator new(std::size_t bytes) { return counted(bytes); }
-void* operator new[](std::size_t bytes) { return counted(bytes); }
-void operator delete(void* memory) noexcept { std::free(memory); }
-void operator delete[](void* memory) noexcept { std::free(memory); }
-void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }
-void operator delete[](void* memory, std::size_t) noexcept { std::free(memory); }
+#include "mtraining/testing/allocation_counter.h"
 
 namespace mtraining::index {
 namespace {
@@ -66,7 +45,7 @@ Lengths choice(int64_t seq_len, int64_t diagonals, int64_t columns) {
 int64_t bytes_of_a_layer(int64_t seq_len, int cp_size, int64_t stripe) {
   Lengths lists = choice(seq_len, 256, 4096);
   const Layout layout({LayoutKind::kBlockStriped, seq_len, cp_size, stripe, 1});
-  const int64_t before = allocated_bytes;
+  const int64_t before = testing::allocated_bytes;
   const Index index =
       make_index(1, kHeads, seq_len, std::move(lists.diagonals), std::move(lists.columns));
   const DiagonalBitmap bitmap = diagonal_bitmap(index);
@@ -77,23 +56,23 @@ int64_t bytes_of_a_layer(int64_t seq_len, int cp_size, int64_t stripe) {
   }
   const ColumnPlan plan = plan_columns(index, layout, 2, 16384);
   EXPECT_GT(plan.union_rows, 4096);
-  return allocated_bytes - before;
+  return testing::allocated_bytes - before;
 }
 
 TEST(Allocation, TheCounterCounts) {
-  const int64_t before = allocated_bytes;
+  const int64_t before = testing::allocated_bytes;
   std::vector<int64_t> values(1000);
   EXPECT_EQ(values.front(), 0);
-  EXPECT_GE(allocated_bytes - before, 8000);
+  EXPECT_GE(testing::allocated_bytes - before, 8000);
 }
 
 TEST(Allocation, AMillionTokensOfSixteenHeadsIndexInLessThanFourMegabytes) {
   const int64_t seq_len = 1 << 20;
   Lengths lists = choice(seq_len, 256, 4096);
-  const int64_t before = allocated_bytes;
+  const int64_t before = testing::allocated_bytes;
   const Index index =
       make_index(1, kHeads, seq_len, std::move(lists.diagonals), std::move(lists.columns));
-  const int64_t allocated = allocated_bytes - before;
+  const int64_t allocated = testing::allocated_bytes - before;
   for (int64_t r = 0; r < kHeads; ++r) {
     ASSERT_EQ(index.diagonals.counts[r], 256);
     ASSERT_EQ(index.columns.counts[r], 4096);
@@ -125,12 +104,12 @@ TEST(Allocation, NothingGrowsWithTheSquareOfTheLength) {
 TEST(Allocation, ADenseIndexGrowsWithTheLength) {
   const auto bytes = [](int64_t seq_len) {
     const Layout layout({LayoutKind::kBlockStriped, seq_len, 8, 64, 1});
-    const int64_t before = allocated_bytes;
+    const int64_t before = testing::allocated_bytes;
     const Index index = dense_index(1, kHeads, seq_len);
     for (int source = 0; source < 8; ++source) {
       EXPECT_GT(step_blocks(index, layout, 7, source).capacity, 1);
     }
-    return allocated_bytes - before;
+    return testing::allocated_bytes - before;
   };
   EXPECT_LE(static_cast<double>(bytes(1 << 20)), 8.1 * static_cast<double>(bytes(1 << 17)));
 }

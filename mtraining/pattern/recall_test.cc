@@ -1,36 +1,15 @@
-// Also counts what the pattern allocates: this file replaces operator new for the whole test binary.
+// Also counts what the pattern allocates.
 #include <gtest/gtest.h>
 
-#include <atomic>
 #include <cmath>
-#include <cstdlib>
 #include <iostream>
-#include <new>
 #include <set>
 
 #include "mtraining/base/check.h"
 #include "mtraining/pattern/observation.h"
 #include "mtraining/pattern/pattern.h"
 #include "mtraining/pattern/pattern_cases_test.h"
-
-namespace {
-
-std::atomic<int64_t> allocated_bytes{0};
-
-void* counted(std::size_t bytes) {
-  allocated_bytes += static_cast<int64_t>(bytes);
-  if (void* memory = std::malloc(bytes == 0 ? 1 : bytes)) return memory;
-  throw std::bad_alloc();
-}
-
-}  // namespace
-
-void* operator new(std::size_t bytes) { return counted(bytes); }
-void* operator new[](std::size_t bytes) { return counted(bytes); }
-void operator delete(void* memory) noexcept { std::free(memory); }
-void operator delete[](void* memory) noexcept { std::free(memory); }
-void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }
-void operator delete[](void* memory, std::size_t) noexcept { std::free(memory); }
+#include "mtraining/testing/allocation_counter.h"
 
 namespace mtraining::pattern {
 namespace {
@@ -308,9 +287,9 @@ TEST(PatternMemory, GrowsWithTheSequenceAndNotWithItsSquare) {
       const ThreadCountScope one_thread(1);
       VerticalSlashOptions options = bare(0.9, pooling);
       options.recall_floor = 0.01;
-      const int64_t before = allocated_bytes;
+      const int64_t before = testing::allocated_bytes;
       build_vertical_slash(shard.local, options, *group);
-      bytes.push_back(allocated_bytes - before);
+      bytes.push_back(testing::allocated_bytes - before);
     }
     EXPECT_LT(bytes[1], 5 * bytes[0]) << bytes[0] << " and " << bytes[1] << " bytes";
     EXPECT_LT(bytes[1], 2 * 32768 * 128) << "per head and token";
