@@ -182,6 +182,12 @@ std::vector<int32_t> sampled_positions(const std::vector<int32_t>& window, int64
   return positions;
 }
 
+std::vector<int32_t> floor_positions(const VerticalSlashOptions& options,
+                                     const std::vector<int32_t>& window, int64_t seq_len) {
+  std::vector<int32_t> rows = sampled_positions(window, seq_len, options.recall_rows, kFloorSeed);
+  return rows.empty() ? window : rows;
+}
+
 Observation::Observation(const LocalAttention& local, std::vector<int32_t> row_positions,
                          comm::Communicator& group)
     : local_(local), group_(group), positions_(std::move(row_positions)) {

@@ -22,6 +22,8 @@ namespace mtraining::pattern {
 /// diagonals cover whole (one document's rule where they cover all); at most max_window_rows. docs/math/pattern.md says why.
 std::vector<int32_t> window_positions(const VerticalSlashOptions& options, int64_t seq_len,
                                       const int32_t* document_starts = nullptr);
+/// Seed of the rows that recall_floor judges by: any constant, the same on every rank and in every run.
+inline constexpr uint64_t kFloorSeed = 0x6d7472;
 /// What window_positions never exceeds with documents.
 int64_t max_window_rows(const VerticalSlashOptions& options);
 /// What every pattern asks of its inputs, before any communication; `pattern` is for messages. Errors: InvalidArgument,
@@ -36,6 +38,10 @@ bool has_windows_by_sample(const LocalAttention& local, const VerticalSlashOptio
 /// it where it has no more.
 std::vector<int32_t> sampled_positions(const std::vector<int32_t>& window, int64_t seq_len,
                                        int64_t count, uint64_t seed);
+
+/// The rows that recall_floor judges by: sampled_positions by a seed of its own, or the window where there are no others.
+std::vector<int32_t> floor_positions(const VerticalSlashOptions& options,
+                                     const std::vector<int32_t>& window, int64_t seq_len);
 
 class Observation {
  public:

@@ -12,9 +12,6 @@ namespace {
 
 constexpr int64_t kBlock = layout::kBlock;
 
-// The seed of the rows that recall_floor judges by: any constant, the same on every rank and in every run.
-constexpr uint64_t kFloorSeed = 0x6d7472;
-
 void check_call(const LocalAttention& local, const VerticalSlashOptions& options,
                 comm::Communicator& group) {
   check(options);

@@ -6,6 +6,8 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <map>
+#include <mutex>
 #include <vector>
 
 #include "mtraining/attention/tensors.h"
@@ -26,8 +28,9 @@ using attention::check_tensor;
 using attention::const_view;
 using attention::current_stream;
 
+// A copy even where it is contiguous already: then its memory begins at an odd place.
 at::Tensor aligned(const at::Tensor& tensor) {
-  return attention::rows_are_aligned(tensor) ? tensor : tensor.contiguous();
+  return attention::rows_are_aligned(tensor) ? tensor : tensor.clone(at::MemoryFormat::Contiguous);
 }
 at::Tensor bytes_on(at::Device device, int64_t bytes) {
   return at::empty({std::max<int64_t>(bytes, 256)},
@@ -45,6 +48,34 @@ at::Tensor shaped_document_starts(const at::Tensor& document_starts, int64_t bat
   check_tensor("document_starts", document_starts, {{"B", batch}, {"S", seq_len}}, at::kInt,
                device);
   return document_starts.contiguous();
+}
+
+// ---------------------------------------------------------------- faults
+/// Where a device tells of values that no index can be chosen from. Nobody waits for it: the next call throws.
+kernels::pattern_cuda::FaultReport* fault_report(at::Device device) {
+  static std::mutex mutex;
+  // Never freed: a kernel may still be running when the process ends.
+  static auto* const reports = new std::map<at::DeviceIndex, at::Tensor>();
+  const std::lock_guard<std::mutex> lock(mutex);
+  at::Tensor& memory = (*reports)[device.index()];
+  if (!memory.defined()) {
+    memory = at::empty({sizeof(cuda::FaultReport)},
+                       at::TensorOptions().dtype(at::kByte).pinned_memory(true));
+    *reinterpret_cast<cuda::FaultReport*>(memory.mutable_data_ptr()) = {};
+  }
+  return reinterpret_cast<cuda::FaultReport*>(memory.mutable_data_ptr());
+}
+/// Throws what an earlier call found, once.
+void throw_reported(at::Device device) {
+  volatile cuda::FaultReport* const report = fault_report(device);
+  if (report->code == 0) return;
+  cuda::FaultReport found = {};
+  found.code = report->code;
+  found.num_q_heads = report->num_q_heads;
+  found.seq_len = report->seq_len;
+  found.first_sample = report->first_sample;
+  report->code = 0;
+  pattern::check_fault(found);
 }
 
 // ---------------------------------------------------------------- lists
@@ -108,6 +139,7 @@ class LaunchOnDevice {
     check_shapes(q_, k_, &v_);
     const int64_t batch = q_.size(0), seq_len = q_.size(1), heads = q_.size(2);
     const at::Device device = q_.device();
+    throw_reported(device);
     MT_CHECK_ARG(inputs.index.diagonals.dim() == 3 && inputs.index.diagonals.size(0) == batch &&
                      inputs.index.diagonals.size(1) == heads,
                  "index: expected B=", batch, ", H=", heads, " as q has, got ",
@@ -237,6 +269,7 @@ struct SequenceOnDevice {
     q = aligned(given_q.detach());
     k = aligned(given_k.detach());
     stream = current_stream(q.device());
+    throw_reported(q.device());
     local.layout = &*layout;
     local.batch = q.size(0);
     local.num_q_heads = q.size(2);
@@ -252,7 +285,10 @@ struct SequenceOnDevice {
     }
     block_starts = at::empty({blocks_of(seq_len)}, ints_on(q.device()));
     on_device.block_starts = block_starts.const_data_ptr<int32_t>();
-    cuda::write_positions(seq_len, 0, false, nullptr, block_starts.numel(),
+  }
+  /// Once, before anything reads them.
+  void write_block_starts() const {
+    cuda::write_positions(q.size(1), 0, false, nullptr, block_starts.numel(),
                           block_starts.data_ptr<int32_t>(), stream);
   }
 
@@ -276,17 +312,19 @@ struct SequenceOnDevice {
     std::copy(positions.begin(), positions.end(), pinned.mutable_data_ptr<int32_t>());
     return pinned.to(q.device(), /*non_blocking=*/true);
   }
-  /// The window's rows; `memory` keeps them.
+  /// The window's rows; `memory` keeps them. Writes the block starts too, in the same launch where the device makes the rows.
   pattern::DeviceRows window_rows(const pattern::VerticalSlashOptions& options, int64_t b,
                                   at::Tensor& memory) const {
     const bool last = options.window == pattern::Window::kLast;
     if (documents.defined() && last) {
+      write_block_starts();
       memory = upload(window(options, b));
       return {memory.const_data_ptr<int32_t>(), memory.numel(), false};
     }
     const int64_t rows = std::min<int64_t>(options.last_q, q.size(1));
     memory = at::empty({rows}, ints_on(q.device()));
-    cuda::write_positions(q.size(1), rows, !last, memory.data_ptr<int32_t>(), 0, nullptr, stream);
+    cuda::write_positions(q.size(1), rows, !last, memory.data_ptr<int32_t>(), block_starts.numel(),
+                          block_starts.data_ptr<int32_t>(), stream);
     return {memory.const_data_ptr<int32_t>(), rows, last};
   }
 
@@ -320,14 +358,20 @@ IndexTensors build_index_on_device(const at::Tensor& q, const at::Tensor& k,
   at::Tensor diagonal_bits =
       at::empty({batch * heads, (blocks_of(seq_len) + 63) / 64}, ints.dtype(at::kLong));
   at::Tensor column_bits = at::empty({batch * heads, (seq_len + 31) / 32}, ints);
-  at::Tensor status = at::empty({1}, ints);
   for (int64_t b = 0; b < parts; ++b) {
     const pattern::LocalAttention part = whole.part(b, parts);
     const int64_t row = b * heads;
     at::Tensor row_memory;
     const pattern::DeviceRows rows = whole.window_rows(options, b, row_memory);
+    at::Tensor floor_memory;
+    pattern::DeviceRows floor_rows;
+    if (options.recall_floor > 0) {
+      floor_memory =
+          whole.upload(pattern::floor_positions(options, whole.window(options, b), seq_len));
+      floor_rows = {floor_memory.const_data_ptr<int32_t>(), floor_memory.numel(), false};
+    }
     at::Tensor workspace =
-        bytes_on(device, pattern::device_choice_bytes(part, options, rows.count));
+        bytes_on(device, pattern::device_choice_bytes(part, options, rows.count, floor_rows.count));
     pattern::DeviceIndex out;
     out.lists.diagonals = index.diagonals.data_ptr<int32_t>() + row * index.diagonals.size(2);
     out.lists.num_diagonals = index.num_diagonals.data_ptr<int32_t>() + row;
@@ -341,10 +385,11 @@ IndexTensors build_index_on_device(const at::Tensor& q, const at::Tensor& k,
         reinterpret_cast<uint32_t*>(column_bits.data_ptr<int32_t>()) + row * column_bits.size(1);
     out.dense_heads = reinterpret_cast<uint8_t*>(index.dense_heads.data_ptr<bool>()) + row;
     out.caps_hit = caps_hit.data_ptr<int64_t>() + b;
-    out.status = status.data_ptr<int32_t>();
-    pattern::build_vertical_slash_on_device(part, seq_len, options, rows, whole.on_device, nullptr,
-                                            workspace.data_ptr(), workspace.numel(), whole.stream,
-                                            out);
+    out.report = fault_report(device);
+    out.first_sample = b;
+    pattern::build_vertical_slash_on_device(part, seq_len, options, rows, floor_rows,
+                                            whole.on_device, nullptr, workspace.data_ptr(),
+                                            workspace.numel(), whole.stream, out);
   }
   index.caps_hit = parts == 1 ? caps_hit.squeeze(0) : caps_hit.sum();
   return index;
@@ -454,6 +499,7 @@ at::Tensor index_mask_on_device(const IndexTensors& index, const at::Tensor& doc
   MT_CHECK_ARG(index.diagonals.dim() == 3, "diagonals: expected [B, H, capacity] int32, got ",
                attention::shape_text(index.diagonals));
   const c10::DeviceGuard guard(index.diagonals.device());
+  throw_reported(index.diagonals.device());
   const int64_t batch = index.diagonals.size(0), heads = index.diagonals.size(1);
   const at::Device device = index.diagonals.device();
   const ListsOnDevice lists(index, batch, heads, seq_len, device);
@@ -469,6 +515,7 @@ at::Tensor index_pairs_on_device(const IndexTensors& index, int64_t seq_len) {
   MT_CHECK_ARG(index.diagonals.dim() == 3, "diagonals: expected [B, H, capacity] int32, got ",
                attention::shape_text(index.diagonals));
   const c10::DeviceGuard guard(index.diagonals.device());
+  throw_reported(index.diagonals.device());
   const int64_t batch = index.diagonals.size(0), heads = index.diagonals.size(1);
   const at::Device device = index.diagonals.device();
   const ListsOnDevice lists(index, batch, heads, seq_len, device);

@@ -2,275 +2,65 @@
 
 #include "mtraining/base/check.h"
 #include "mtraining/kernels/dispatch.h"
+#include "mtraining/kernels/pattern_cuda/choice.cuh"
 #include "mtraining/kernels/pattern_cuda/device.h"
-#include "mtraining/kernels/pattern_cuda/instructions.cuh"
 #include "mtraining/kernels/pattern_cuda/lists.h"
-#include "mtraining/kernels/pattern_cuda/radix.cuh"
+#include "mtraining/kernels/window.h"
 
 namespace mtraining::kernels::pattern_cuda {
 namespace {
 
-constexpr int kThreads = 512;
-constexpr int kWarps = kThreads / 32;
-constexpr int64_t kBlockPairs = kBlock * kBlock;
+constexpr int kThreads = kChoiceThreads;
+constexpr int kWarps = kChoiceWarps;
 
-/// Exclusive prefix of `count` over the block's threads, and the sum. All threads.
-__device__ int block_prefix(int count, int* total, int* warp_sums) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  int sum = count;
-  for (int distance = 1; distance < 32; distance *= 2) {
-    const int other = __shfl_up_sync(~0u, sum, distance);
-    if (lane >= distance) sum += other;
-  }
-  __syncthreads();
-  if (lane == 31) warp_sums[warp] = sum;
-  __syncthreads();
-  int before = 0, all = 0;
-  for (int w = 0; w < kWarps; ++w) {
-    if (w < warp) before += warp_sums[w];
-    all += warp_sums[w];
-  }
-  *total = all;
-  return before + sum - count;
-}
-
-/// Sum of int64 over the block, in every thread.
-__device__ int64_t block_sum(int64_t value, int64_t* warp_sums) {
-  for (int distance = 16; distance > 0; distance /= 2)
-    value += __shfl_xor_sync(~0u, value, distance);
-  __syncthreads();
-  if (threadIdx.x % 32 == 0) warp_sums[threadIdx.x / 32] = value;
-  __syncthreads();
-  int64_t sum = 0;
-  for (int w = 0; w < kWarps; ++w) sum += warp_sums[w];
-  return sum;
-}
-__device__ int64_t block_max(int64_t value, int64_t* warp_tops) {
-  for (int distance = 16; distance > 0; distance /= 2)
-    value = max(value, __shfl_xor_sync(~0u, value, distance));
-  __syncthreads();
-  if (threadIdx.x % 32 == 0) warp_tops[threadIdx.x / 32] = value;
-  __syncthreads();
-  int64_t top = warp_tops[0];
-  for (int w = 1; w < kWarps; ++w) top = max(top, warp_tops[w]);
-  return top;
-}
-
-/// The words of a thread: a run, so that lists come out ascending.
-struct Run {
-  int begin, end;
-};
-__device__ Run run_of_thread(int words) {
-  const int per_thread = (words + kThreads - 1) / kThreads;
-  const int begin = min(words, static_cast<int>(threadIdx.x) * per_thread);
-  return {begin, min(words, begin + per_thread)};
-}
-
-/// Ascending list of the set bits of word(0), .., word(words - 1), -1 beyond the count. All threads; returns the count.
-template <typename Word>
-__device__ int write_list(int words, const Word& word, int32_t* list, int64_t capacity,
-                          int* warp_sums) {
-  const Run run = run_of_thread(words);
-  int count = 0;
-  for (int w = run.begin; w < run.end; ++w) count += __popc(word(w));
-  int total;
-  int64_t at = block_prefix(count, &total, warp_sums);
-  for (int w = run.begin; w < run.end; ++w) {
-    for (uint32_t rest = word(w); rest != 0; rest &= rest - 1) {
-      if (at < capacity) list[at] = w * 32 + __ffs(rest) - 1;
-      ++at;
-    }
-  }
-  for (int64_t i = total + threadIdx.x; i < capacity; i += kThreads) list[i] = -1;
-  return min(static_cast<int64_t>(total), capacity);
-}
-
-/// How many chosen diagonals lie below c. words and before (set bits of earlier words) in shared memory.
-__device__ int diagonals_below(const uint32_t* words, const int* before, int c) {
-  return before[c / 32] + __popc(words[c / 32] & ((1u << (c % 32)) - 1));
-}
-
-/// Pairs of the words of columns that this thread sums: 64 for every query block that meets a column outside the diagonals.
-__device__ int64_t column_pairs(uint32_t word, int w, int num_blocks, const uint32_t* diagonals,
-                                const int* before) {
-  if (word == 0) return 0;
-  const int met = num_blocks - w / 2;
-  return static_cast<int64_t>(__popc(word)) * (met - diagonals_below(diagonals, before, met)) *
-         kBlock;
-}
-
-/// Dynamic shared memory: words of diagonals and set bits before each, one word more than there are.
-struct DiagonalMemory {
-  uint32_t* words;
-  int* before;
-  int count;
-};
-__device__ DiagonalMemory diagonal_memory(int num_blocks) {
-  extern __shared__ uint32_t memory[];
-  const int words = num_blocks / 32 + 1;
-  return {memory, reinterpret_cast<int*>(memory + words), words};
-}
-int64_t diagonal_memory_bytes(int64_t num_blocks) { return (num_blocks / 32 + 1) * 8; }
-
-/// Fills `before`, and returns the pairs of the diagonals. All threads.
-__device__ int64_t finish_diagonals(const DiagonalMemory& d, int num_blocks, int* warp_sums,
-                                    int64_t* warp_totals) {
-  __syncthreads();
-  const Run run = run_of_thread(d.count);
-  int count = 0;
-  int64_t pairs = 0;
-  for (int w = run.begin; w < run.end; ++w) {
-    count += __popc(d.words[w]);
-    for (uint32_t rest = d.words[w]; rest != 0; rest &= rest - 1)
-      pairs += (num_blocks - (w * 32 + __ffs(rest) - 1)) * kBlockPairs;
-  }
-  int total;
-  int at = block_prefix(count, &total, warp_sums);
-  for (int w = run.begin; w < run.end; ++w) {
-    d.before[w] = at;
-    at += __popc(d.words[w]);
-  }
-  return block_sum(pairs, warp_totals);
-}
-
-struct DocumentPairs {
-  int64_t chosen, causal;
-};
-/// A thread's share of what is computed of a row of documents: nothing before the document of a query block's first row
-/// (index::computed_pairs).
-__device__ DocumentPairs document_pairs(const int32_t* starts, int num_blocks,
-                                        const DiagonalMemory& d, Run run, const uint32_t* columns) {
-  DocumentPairs pairs = {0, 0};
-  for (int q = threadIdx.x; q < num_blocks; q += kThreads) {
-    const int seen = q - starts[q * kBlock] / kBlock + 1;
-    pairs.chosen += diagonals_below(d.words, d.before, seen) * kBlockPairs;
-    pairs.causal += seen * kBlockPairs;
-  }
-  for (int w = run.begin; w < run.end; ++w) {
-    for (uint32_t rest = columns[w]; rest != 0; rest &= rest - 1) {
-      const int position = w * 32 + __ffs(rest) - 1, key_block = w / 2;
-      // The last query block whose first row's document has begun at the column; starts ascend.
-      int low = key_block, high = num_blocks;
-      while (low + 1 < high) {
-        const int middle = (low + high) / 2;
-        (starts[middle * kBlock] <= position ? low : high) = middle;
-      }
-      const int met = low - key_block + 1;
-      pairs.chosen += static_cast<int64_t>(met - diagonals_below(d.words, d.before, met)) * kBlock;
-    }
-  }
-  return pairs;
-}
-
-struct ChoiceArgs {
-  ChoiceParams p;
-  IndexLists lists;
-  IndexBits bits;
-  uint8_t* dense_heads;
-  int64_t* caps_hit;
-  int32_t num_blocks, column_words, diagonal_words;  // 32-bit, 64-bit
-};
+extern __shared__ uint32_t dynamic_memory[];
 
 __global__ void __launch_bounds__(kThreads) choice_kernel(const __grid_constant__ ChoiceArgs args) {
-  __shared__ RadixBins bins;
-  __shared__ Search search;
-  __shared__ int warp_sums[kWarps];
-  __shared__ int64_t warp_totals[kWarps];
+  __shared__ ChoiceMemory memory;
   const ChoiceParams& p = args.p;
   const int64_t row = blockIdx.x, choice = row / p.heads_per_choice;
-  const int64_t batch = row / p.num_q_heads;
-  const int num_blocks = args.num_blocks;
-  const DiagonalMemory d = diagonal_memory(num_blocks);
-  const int64_t* masses = p.diagonal_masses + choice * (num_blocks + 1);
+  if (row == 0 && threadIdx.x == 0) tell_fault(p);
+  const DiagonalMemory d = diagonal_memory(dynamic_memory, args.num_blocks);
+  const bool cut =
+      choose_diagonals(args, choice, memory, d, p.diagonal_masses + choice * (args.num_blocks + 1));
+  write_head(args, row, memory, d, p.column_bits + choice * args.column_words,
+             cut || p.columns_cut[choice] != 0, nullptr, false);
+}
 
-  int64_t sum = 0, top = 0;
-  for (int c = threadIdx.x; c < num_blocks; c += kThreads) {
-    sum += masses[c];
-    top = max(top, masses[c]);
-  }
-  sum = block_sum(sum, warp_totals);
-  top = block_max(top, warp_totals);
-  if (threadIdx.x == 0) {
-    begin_search(search, sum, num_blocks, p.p_slash, p.max_diagonals);
-    search.shift = top > 0 ? 64 - __clzll(top) : 1;
-    if (search.open && p.p_slash >= 1 && (p.max_diagonals < 0 || p.max_diagonals >= num_blocks))
-      close_with_all(search);
-  }
-  constexpr int kInverseBits = 17;  // num_blocks <= 2^16
-  const auto item = [&](int c, int64_t* mass, uint32_t* inverse) {
-    *mass = masses[c];
-    *inverse = num_blocks - 1 - c;
-  };
-  search_items(search, bins, num_blocks, item, kInverseBits);
+/// How many diagonals the budget takes.
+__global__ void __launch_bounds__(kThreads)
+    budget_kernel(const int64_t* diagonal_masses, int num_blocks, double p, int64_t* budgets) {
+  __shared__ ChoiceMemory memory;
+  const int64_t* masses = diagonal_masses + blockIdx.x * static_cast<int64_t>(num_blocks + 1);
+  search_some(
+      memory, num_blocks,
+      [&](int c, int64_t* mass, uint32_t* inverse) {
+        *mass = masses[c];
+        *inverse = num_blocks - 1 - c;
+      },
+      [](int) { return true; }, p, -1, kDiagonalBits);
+  int64_t count = 0;
+  for (int c = threadIdx.x; c < num_blocks; c += kThreads)
+    count += chosen(memory.search, masses[c], num_blocks - 1 - c);
+  count = block_sum(count, memory.warp_totals);
+  if (threadIdx.x == 0) budgets[blockIdx.x] = count;
+}
 
-  for (int first = threadIdx.x / 32 * 32; first < d.count * 32; first += kThreads) {
-    const int c = first + threadIdx.x % 32;
-    const bool is_chosen =
-        c < num_blocks && (c < p.local_blocks || chosen(search, masses[c], num_blocks - 1 - c));
-    const uint32_t word = __ballot_sync(~0u, is_chosen);
-    if (threadIdx.x % 32 == 0) d.words[first / 32] = word;
+/// A thread block a choice: heads of it whose covered rows fall below the floor take the others with them.
+__global__ void __launch_bounds__(kThreads)
+    floor_kernel(const int64_t* covered, int64_t num_rows, int64_t heads_per_choice, double whole,
+                 double floor, uint8_t* heads) {
+  __shared__ int64_t warp_totals[kWarps];
+  bool below = false;
+  for (int64_t h = 0; h < heads_per_choice; ++h) {
+    const int64_t* rows = covered + (blockIdx.x * heads_per_choice + h) * num_rows;
+    int64_t sum = 0;
+    for (int64_t r = threadIdx.x; r < num_rows; r += kThreads) sum += rows[r];
+    sum = block_sum(sum, warp_totals);
+    below = below || fmin(1.0, static_cast<double>(sum) / whole) < floor;
   }
-  const int64_t diagonal_pairs = finish_diagonals(d, num_blocks, warp_sums, warp_totals);
-
-  // Columns with what is forced; kept in args.bits, from where this thread reads its own words again.
-  uint32_t* const columns = args.bits.columns + row * args.column_words;
-  const uint32_t* const chosen_columns = p.column_bits + choice * args.column_words;
-  const Run run = run_of_thread(args.column_words);
-  int64_t pairs = 0;
-  for (int w = run.begin; w < run.end; ++w) {
-    uint32_t word = chosen_columns[w];
-    if (p.document_start == nullptr) {
-      const int64_t left = p.sink_tokens - int64_t{w} * 32;
-      if (left > 0) word |= left >= 32 ? ~0u : (1u << left) - 1;
-    } else if (p.sink_tokens > 0) {
-      for (int b = 0; b < 32; ++b) {
-        const int position = w * 32 + b;
-        if (position < p.seq_len &&
-            position - p.document_start[batch * p.seq_len + position] < p.sink_tokens)
-          word |= 1u << b;
-      }
-    }
-    const int64_t real = p.seq_len - int64_t{w} * 32;
-    if (real < 32) word &= (1u << real) - 1;
-    columns[w] = word;
-    pairs += column_pairs(word, w, num_blocks, d.words, d.before);
-  }
-  pairs = diagonal_pairs + block_sum(pairs, warp_totals);
-  int64_t causal_pairs = static_cast<int64_t>(num_blocks) * (num_blocks + 1) / 2 * kBlockPairs;
-  if (p.document_start != nullptr && p.dense_threshold < 1) {
-    const DocumentPairs counted =
-        document_pairs(p.document_start + batch * p.seq_len, num_blocks, d, run, columns);
-    pairs = block_sum(counted.chosen, warp_totals);
-    causal_pairs = block_sum(counted.causal, warp_totals);
-  }
-  const bool dense =
-      p.dense_threshold < 1 &&
-      static_cast<double>(pairs) >= p.dense_threshold * static_cast<double>(causal_pairs);
-  if (dense) {
-    for (int w = threadIdx.x; w < d.count; w += kThreads) {
-      const int real = num_blocks - w * 32;
-      d.words[w] = real >= 32 ? ~0u : real > 0 ? (1u << real) - 1 : 0;
-    }
-    for (int w = run.begin; w < run.end; ++w) columns[w] = 0;
-  }
-  __syncthreads();
-  for (int w = threadIdx.x; w < args.diagonal_words; w += kThreads) {
-    const uint64_t high = 2 * w + 1 < d.count ? d.words[2 * w + 1] : 0;
-    args.bits.diagonals[row * args.diagonal_words + w] = d.words[2 * w] | high << 32;
-  }
-  const int num_diagonals = write_list(
-      d.count, [&](int w) { return d.words[w]; },
-      args.lists.diagonals + row * args.lists.diagonal_capacity, args.lists.diagonal_capacity,
-      warp_sums);
-  const int num_columns = write_list(
-      args.column_words, [&](int w) { return columns[w]; },
-      args.lists.columns + row * args.lists.column_capacity, args.lists.column_capacity, warp_sums);
-  if (threadIdx.x == 0) {
-    args.lists.num_diagonals[row] = num_diagonals;
-    args.lists.num_columns[row] = num_columns;
-    args.dense_heads[row] = dense;
-    if (search.cut || p.columns_cut[choice] != 0) atomic_add(args.caps_hit, 1);
-  }
+  for (int64_t h = threadIdx.x; h < heads_per_choice; h += kThreads)
+    heads[blockIdx.x * heads_per_choice + h] = below;
 }
 
 __global__ void __launch_bounds__(kThreads)
@@ -425,7 +215,7 @@ __global__ void __launch_bounds__(kThreads)
   __shared__ int warp_sums[kWarps];
   __shared__ int64_t warp_totals[kWarps];
   const int64_t row = blockIdx.x;
-  const DiagonalMemory d = diagonal_memory(num_blocks);
+  const DiagonalMemory d = diagonal_memory(dynamic_memory, num_blocks);
   for (int w = threadIdx.x; w < d.count; w += kThreads)
     d.words[w] = w < 2 * diagonal_words ? half_word(bits.diagonals + row * diagonal_words, w) : 0;
   const int64_t diagonal_pairs = finish_diagonals(d, num_blocks, warp_sums, warp_totals);
@@ -490,6 +280,23 @@ void write_choice(const ChoiceParams& params, const IndexLists& lists, const Ind
   choice_kernel<<<grid_of("index", rows), kThreads, diagonal_memory_bytes(sizes.num_blocks),
                   stream>>>(args);
   check_cuda(cudaGetLastError(), "index: choice");
+}
+
+void slash_budgets(const int64_t* diagonal_masses, int64_t choices, int64_t seq_len, double p,
+                   int64_t* budgets, void* stream) {
+  const Sizes sizes = sizes_of(seq_len);
+  if (choices == 0) return;
+  budget_kernel<<<grid_of("index", choices), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(
+      diagonal_masses, sizes.num_blocks, p, budgets);
+  check_cuda(cudaGetLastError(), "index: slash budgets");
+}
+
+void heads_below_floor(const int64_t* covered, int64_t choices, int64_t heads_per_choice,
+                       int64_t num_rows, double floor, uint8_t* heads, void* stream) {
+  if (choices == 0) return;
+  floor_kernel<<<grid_of("index", choices), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(
+      covered, num_rows, heads_per_choice, static_cast<double>(kMassOne * num_rows), floor, heads);
+  check_cuda(cudaGetLastError(), "index: heads below the floor of recall");
 }
 
 void bits_of_lists(const IndexLists& lists, int64_t rows, int64_t seq_len, const IndexBits& bits,

@@ -10,6 +10,7 @@
 #include <cstdint>
 
 #include "mtraining/kernels/params.h"
+#include "mtraining/kernels/pattern_cuda/fault.h"
 
 namespace mtraining::kernels::pattern_cuda {
 
@@ -36,18 +37,32 @@ struct ChoiceParams {
   int64_t heads_per_choice = 1;
   const int64_t* diagonal_masses = nullptr;  // [choices, NB + 1]; the last one does not exist
   double p_slash = 1;
-  int64_t max_diagonals = -1;             // < 0: none
+  int64_t max_diagonals = -1;  // < 0: none
+  /// [choices, ceil(N / 32)] chosen offsets, whose diagonals are taken in place of the best of diagonal_masses; or null
+  const uint32_t* offset_bits = nullptr;
   const uint32_t* column_bits = nullptr;  // [choices, ceil(N / 32)]
   const int32_t* columns_cut = nullptr;   // [choices]
   int64_t local_blocks = 1, sink_tokens = 0;
   const int32_t* document_start = nullptr;  // [batch, N] or null
   double dense_threshold = 1;               // >= 1: off
+  /// A code that is not 0 goes to the report, unless the host has yet to read an earlier one. Either may be null.
+  const int64_t* fault = nullptr;
+  FaultReport* report = nullptr;
+  int64_t first_sample = 0;  // of the batch in the report
   void* stream = nullptr;
 };
 /// Chooses diagonals, unites with what is forced, makes heads dense, writes lists and bits. dense_heads uint8 [rows]; *caps_hit
 /// int64 is overwritten. Errors: Unsupported above kMaxBlocks.
 void write_choice(const ChoiceParams& params, const IndexLists& lists, const IndexBits& bits,
                   uint8_t* dense_heads, int64_t* caps_hit);
+
+/// budgets int64 [choices]: how many diagonals top_p(masses, p) takes.
+void slash_budgets(const int64_t* diagonal_masses, int64_t choices, int64_t seq_len, double p,
+                   int64_t* budgets, void* stream);
+
+/// heads uint8 [choices, heads_per_choice]: 1 where covered [.., num_rows] of any head of the choice is below `floor` of the whole.
+void heads_below_floor(const int64_t* covered, int64_t choices, int64_t heads_per_choice,
+                       int64_t num_rows, double floor, uint8_t* heads, void* stream);
 
 /// Where the counts stand for lists given by a user: beyond capacity they are cut. Overwrites both bitmaps.
 void bits_of_lists(const IndexLists& lists, int64_t rows, int64_t seq_len, const IndexBits& bits,

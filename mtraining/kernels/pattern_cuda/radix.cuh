@@ -159,7 +159,7 @@ __device__ void pick_round(Search& s, RadixBins& bins, const Get& get, int inver
   __syncthreads();
 }
 
-/// Fills the bins with the items that match. All threads.
+/// Fills the bins with the items that match; item(i, &mass, &inverse) is false for what is none. All threads.
 template <typename Item>
 __device__ void fill_bins(const Search& s, RadixBins& bins, int num_items, const Item& item) {
   for (int b = threadIdx.x; b < 256; b += blockDim.x) {
@@ -171,7 +171,7 @@ __device__ void fill_bins(const Search& s, RadixBins& bins, int num_items, const
   for (int i = threadIdx.x; i < num_items; i += blockDim.x) {
     int64_t mass;
     uint32_t inverse;
-    item(i, &mass, &inverse);
+    if (!item(i, &mass, &inverse)) continue;
     const int digit = digit_of(s, mass, inverse);
     if (digit < 0) continue;
     add_in_halves(&bins.low[digit], &bins.high[digit], static_cast<uint64_t>(mass));

@@ -4,161 +4,43 @@
 #include "mtraining/kernels/dispatch.h"
 #include "mtraining/kernels/params.h"
 #include "mtraining/kernels/pattern_cuda/device.h"
-#include "mtraining/kernels/pattern_cuda/instructions.cuh"
-#include "mtraining/kernels/pattern_cuda/radix.cuh"
+#include "mtraining/kernels/pattern_cuda/select.cuh"
 #include "mtraining/kernels/pattern_cuda/select.h"
 
 namespace mtraining::kernels::pattern_cuda {
 namespace {
 
-constexpr int kFirstBins = 4096;
 constexpr int kThreads = 256;
-constexpr int kInverseBits = 31;  // positions are int32
-
-/// Exact below 128, then 64 bins an octave.
-__device__ __forceinline__ int first_bin(int64_t mass) {
-  if (mass < 128) return static_cast<int>(mass < 0 ? 0 : mass);
-  const int octave = 63 - __clzll(mass);
-  return 128 + (octave - 7) * 64 + static_cast<int>((mass >> (octave - 6)) & 63);
-}
-/// All masses of a bin are (prefix << shift) and what shift bits add.
-__device__ __forceinline__ void prefix_of_bin(int bin, uint64_t* prefix, int32_t* shift) {
-  *prefix = bin < 128 ? bin : 64 + (bin - 128) % 64;
-  *shift = bin < 128 ? 0 : (bin - 128) / 64 + 1;
-}
-
-struct Keys {
-  const int64_t* masses;
-  const int32_t* block_starts;
-  int32_t num_keys, seq_len;
-  int32_t chunks, chunk_keys;
-};
-__device__ __forceinline__ int position_of(const Keys& keys, int key) {
-  return keys.block_starts[key / 64] + key % 64;
-}
-__device__ __forceinline__ uint32_t inverse_of(const Keys& keys, int position) {
-  return static_cast<uint32_t>(keys.seq_len - 1 - position);
-}
+constexpr int kPickThreads = 1024;
 
 __global__ void __launch_bounds__(kThreads) first_histogram(Keys keys, int64_t* histogram) {
-  __shared__ uint32_t low_of[kFirstBins], high_of[kFirstBins];  // of the mass
-  __shared__ uint32_t count_of[kFirstBins];
+  __shared__ FirstBins bins;
   const int64_t row = blockIdx.x / keys.chunks;
   const int begin = static_cast<int>(blockIdx.x % keys.chunks) * keys.chunk_keys;
-  const int end = min(keys.num_keys, begin + keys.chunk_keys);
-  for (int b = threadIdx.x; b < kFirstBins; b += kThreads) {
-    low_of[b] = 0;
-    high_of[b] = 0;
-    count_of[b] = 0;
-  }
-  __syncthreads();
-  for (int key = begin + threadIdx.x; key < end; key += kThreads) {
-    if (position_of(keys, key) >= keys.seq_len) continue;
-    const int64_t mass = keys.masses[row * keys.num_keys + key];
-    const int bin = first_bin(mass);
-    add_in_halves(&low_of[bin], &high_of[bin], static_cast<uint64_t>(mass));
-    atomicAdd(&count_of[bin], 1u);
-  }
-  __syncthreads();
-  int64_t* to = histogram + row * kFirstBins * 2;
-  for (int b = threadIdx.x; b < kFirstBins; b += kThreads) {
-    if (count_of[b] == 0) continue;
-    const uint64_t mass = static_cast<uint64_t>(high_of[b]) << 32 | low_of[b];
-    if (mass != 0) atomic_add(to + 2 * b, static_cast<int64_t>(mass));
-    atomic_add(to + 2 * b + 1, count_of[b]);
-  }
+  fill_first_bins<kThreads>(keys, row, begin, min(keys.num_keys, begin + keys.chunk_keys), 0, bins);
+  add_first_bins<kThreads>(bins, histogram + row * kFirstBins * 2);
 }
 
-/// A thread block a row: from the first histogram to the bin in which the budget ends.
-__global__ void __launch_bounds__(1024)
-    pick_first_bin(const int64_t* histogram, Search* searches, double p, int64_t cap) {
-  __shared__ int64_t warp_mass[32], warp_count[32];
+/// A thread block a row. caps: by row, in place of `cap`, or null.
+__global__ void __launch_bounds__(kPickThreads)
+    pick_of_first_histogram(const int64_t* histogram, Search* searches, double p, int64_t cap,
+                            const int64_t* caps) {
+  __shared__ int64_t warp_sums[2 * kPickThreads / 32];
   __shared__ Search s;
   const int64_t row = blockIdx.x;
-  const int t = threadIdx.x, lane = t % 32, warp = t / 32;
-  const int64_t* bins = histogram + row * kFirstBins * 2;
-  int64_t mass[4], count[4], mass_sum = 0, count_sum = 0;
-  const int top = kFirstBins - 1 - 4 * t;  // this thread's bins are top, top - 1, ..
-  for (int i = 0; i < 4; ++i) {
-    mass_sum += mass[i] = bins[2 * (top - i)];
-    count_sum += count[i] = bins[2 * (top - i) + 1];
-  }
-  const int64_t own_mass = mass_sum, own_count = count_sum;
-  for (int distance = 1; distance < 32; distance *= 2) {
-    const int64_t m = __shfl_up_sync(~0u, mass_sum, distance);
-    const int64_t c = __shfl_up_sync(~0u, count_sum, distance);
-    if (lane >= distance) {
-      mass_sum += m;
-      count_sum += c;
-    }
-  }
-  if (lane == 31) {
-    warp_mass[warp] = mass_sum;
-    warp_count[warp] = count_sum;
-  }
-  __syncthreads();
-  int64_t total = 0, total_count = 0;
-  for (int w = 0; w < 32; ++w) {
-    if (w < warp) {
-      mass_sum += warp_mass[w];
-      count_sum += warp_count[w];
-    }
-    total += warp_mass[w];
-    total_count += warp_count[w];
-  }
-  if (t == 0) {
-    begin_search(s, total, total_count, p, cap);
-    s.bin = -1;
-    s.num_matches = 0;
-  }
-  __syncthreads();
-  if (s.open) {
-    const int64_t need_mass = s.need_mass, need_count = s.need_count;
-    __syncthreads();
-    int64_t mass_above = mass_sum - own_mass, count_above = count_sum - own_count;
-    for (int i = 0; i < 4; ++i) {
-      if ((mass_above + mass[i] >= need_mass || count_above + count[i] >= need_count) &&
-          mass_above < need_mass && count_above < need_count) {
-        s.bin = top - i;
-        prefix_of_bin(s.bin, &s.prefix, &s.shift);
-        descend(s, mass_above, count_above, mass[i], count[i], kInverseBits);
-      }
-      mass_above += mass[i];
-      count_above += count[i];
-    }
-    __syncthreads();
-    if (t == 0 && s.bin < 0) close_with_all(s);  // p >= 1, and fewer keys than the cap
-  }
-  __syncthreads();
-  if (t == 0) searches[row] = s;
+  pick_first_bin<kPickThreads>(histogram + row * kFirstBins * 2, s, warp_sums, p,
+                               caps == nullptr ? cap : caps[row]);
+  if (threadIdx.x == 0) searches[row] = s;
 }
 
 __global__ void __launch_bounds__(kThreads)
     collect_matches(Keys keys, Search* searches, int32_t* candidates) {
   const int64_t row = blockIdx.x / keys.chunks;
   if (!searches[row].open) return;
-  const int bin = searches[row].bin;
   const int begin = static_cast<int>(blockIdx.x % keys.chunks) * keys.chunk_keys;
-  const int end = min(keys.num_keys, begin + keys.chunk_keys);
-  for (int key = begin + threadIdx.x; key < end; key += kThreads) {
-    if (first_bin(keys.masses[row * keys.num_keys + key]) != bin ||
-        position_of(keys, key) >= keys.seq_len)
-      continue;
-    candidates[row * keys.num_keys + atomicAdd(&searches[row].num_matches, 1)] = key;
-  }
+  collect_keys<kThreads>(keys, row, begin, min(keys.num_keys, begin + keys.chunk_keys),
+                         searches[row].bin, candidates, &searches[row].num_matches);
 }
-
-/// Items of a row's search: the keys that were collected.
-struct Matches {
-  Keys keys;
-  const int32_t* candidates;
-  int64_t row;
-  __device__ void operator()(int i, int64_t* mass, uint32_t* inverse) const {
-    const int key = candidates[row * keys.num_keys + i];
-    *mass = keys.masses[row * keys.num_keys + key];
-    *inverse = inverse_of(keys, position_of(keys, key));
-  }
-};
 
 __global__ void __launch_bounds__(512)
     search_matches(Keys keys, Search* searches, const int32_t* candidates) {
@@ -205,23 +87,13 @@ __global__ void __launch_bounds__(256) round_pick(const int64_t* histogram, Sear
   if (threadIdx.x == 0) searches[row] = s;
 }
 
-/// A warp writes a word: 32 keys of a block are 32 consecutive positions.
 __global__ void __launch_bounds__(kThreads)
     mark_chosen(Keys keys, const Search* searches, uint32_t* bits, int64_t words, int32_t* cut) {
   const int64_t row = blockIdx.x / keys.chunks;
   const Search s = searches[row];
   const int begin = static_cast<int>(blockIdx.x % keys.chunks) * keys.chunk_keys;
-  const int end = min(keys.num_keys, begin + keys.chunk_keys);
-  for (int first = begin + threadIdx.x / 32 * 32; first < end; first += kThreads) {
-    const int key = first + threadIdx.x % 32;
-    const int start = keys.block_starts[first / 64] + first % 64;
-    const int position = start + threadIdx.x % 32;
-    const bool is_chosen =
-        key < end && position < keys.seq_len &&
-        chosen(s, keys.masses[row * keys.num_keys + key], inverse_of(keys, position));
-    const uint32_t word = __ballot_sync(~0u, is_chosen);
-    if (threadIdx.x % 32 == 0 && start / 32 < words) bits[row * words + start / 32] = word;
-  }
+  mark_keys<kThreads>(keys, row, begin, min(keys.num_keys, begin + keys.chunk_keys), s, bits,
+                      words);
   if (blockIdx.x % keys.chunks == 0 && threadIdx.x == 0) cut[row] = s.cut;
 }
 
@@ -293,7 +165,8 @@ Summed KeySelection::round(int number) {
   const Keys keys = keys_of(p_);
   const auto rows = grid_of("columns", p_.rows, 1);
   if (number == 0) {
-    pick_first_bin<<<rows, 1024, 0, stream>>>(histogram_, searches, p_.p, p_.cap);
+    pick_of_first_histogram<<<rows, kPickThreads, 0, stream>>>(histogram_, searches, p_.p, p_.cap,
+                                                               p_.caps);
     if (p_.num_keys > 0)
       collect_matches<<<grid_of("columns", p_.rows, keys.chunks), kThreads, 0, stream>>>(
           keys, searches, candidates_);
@@ -311,7 +184,8 @@ void KeySelection::finish() {
   auto* searches = static_cast<Search*>(state_);
   const Keys keys = keys_of(p_);
   const auto rows = grid_of("columns", p_.rows, 1);
-  pick_first_bin<<<rows, 1024, 0, stream>>>(histogram_, searches, p_.p, p_.cap);
+  pick_of_first_histogram<<<rows, kPickThreads, 0, stream>>>(histogram_, searches, p_.p, p_.cap,
+                                                             p_.caps);
   if (p_.num_keys > 0) {
     collect_matches<<<grid_of("columns", p_.rows, keys.chunks), kThreads, 0, stream>>>(
         keys, searches, candidates_);

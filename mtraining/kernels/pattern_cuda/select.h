@@ -19,9 +19,10 @@ struct SelectionParams {
   const int64_t* masses = nullptr;              // [rows, num_keys], 0 .. 2^62
   const int32_t* block_starts = nullptr;        // [ceil(num_keys / 64)], multiples of 64
   double p = 1;
-  int64_t cap = -1;          // < 0: none
-  uint32_t* bits = nullptr;  // [rows, ceil(seq_len / 32)]
-  int32_t* cut = nullptr;    // [rows]
+  int64_t cap = -1;               // < 0: none
+  const int64_t* caps = nullptr;  // [rows] in device memory, in place of cap; or null
+  uint32_t* bits = nullptr;       // [rows, ceil(seq_len / 32)]
+  int32_t* cut = nullptr;         // [rows]
   void* workspace = nullptr;
   void* stream = nullptr;
 };

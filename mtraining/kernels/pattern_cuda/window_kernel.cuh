@@ -12,6 +12,7 @@
 #include <cstdint>
 
 #include "mtraining/kernels/params.h"
+#include "mtraining/kernels/pattern_cuda/fault.h"
 #include "mtraining/kernels/pattern_cuda/instructions.cuh"
 
 namespace mtraining::kernels::pattern_cuda {
@@ -34,15 +35,17 @@ struct WindowArgs {
   int32_t row_groups, chunks,
       chunk_blocks;  // of a thread block: which stacked rows, which key blocks
   // scan
-  float *block_max, *block_sum;  // [B * H, num_blocks, padded_rows]
+  float2* block_statistics;  // [B * H, num_blocks, padded_rows] maximum, sum
   float* row_max;
+  int64_t* fault;
+  uint32_t magnitude_limit;  // bits of the first 16-bit magnitude that is refused
   // masses, covered
   const float* known_row_max;
   const int64_t* row_sum;
   int32_t heads_per_choice;
   int32_t columns_shared;  // several thread blocks add to a column
   int32_t num_diagonals;   // NB + 1
-  int64_t *columns, *diagonals, *offsets;
+  int64_t *columns, *diagonals, *offsets, *totals;
   const uint64_t* diagonal_bits;
   const uint32_t* column_bits;
   int64_t diagonal_words, column_words;
@@ -91,6 +94,28 @@ __device__ __forceinline__ int64_t fixed_point(float mass, float most) {
   return __float2ll_rn(fminf(fmaxf(mass, 0.0f), most) * 0x1p40f);
 }
 
+/// Not 0 where one of eight 16-bit magnitudes is at or above the limit: exponents order magnitudes.
+__device__ __forceinline__ uint32_t beyond(uint4 value, uint32_t limit) {
+  const uint32_t lift = (0x8000u - limit) * 0x10001u;
+  return (((value.x & 0x7fff7fffu) + lift) | ((value.y & 0x7fff7fffu) + lift) |
+          ((value.z & 0x7fff7fffu) + lift) | ((value.w & 0x7fff7fffu) + lift)) &
+         0x80008000u;
+}
+__device__ __forceinline__ void report(int64_t* fault, FaultKind kind, int64_t place) {
+  if (fault != nullptr)
+    atomicMax(reinterpret_cast<long long*>(fault), static_cast<long long>(fault_code(kind, place)));
+}
+__device__ __forceinline__ bool beyond(uint32_t two, uint32_t limit) {
+  return (((two & 0x7fff7fffu) + (0x8000u - limit) * 0x10001u) & 0x80008000u) != 0;
+}
+/// Key j of a block holds what is refused. Padding may hold anything.
+__device__ __forceinline__ void report_key(const WindowArgs& args, int64_t batch, int block,
+                                           int j) {
+  const int64_t position = int64_t{args.block_starts[block]} + j;
+  if (static_cast<int64_t>(block) * 64 + j < args.num_keys && position < args.seq_len)
+    report(args.fault, FaultKind::kKey, batch * args.seq_len + position);
+}
+
 template <typename Element, int kD, int kWarps, Pass kPass, bool kConsecutive>
 __global__ void __launch_bounds__(32 * kWarps, 1)
     window_kernel(const __grid_constant__ WindowArgs args) {
@@ -134,6 +159,7 @@ __global__ void __launch_bounds__(32 * kWarps, 1)
       highest = max(highest, position[i]);
       latest_document = max(latest_document, document[i]);
     }
+    bool refused = false;
     const char* from = args.q + batch * args.q_stride_batch + row * args.q_stride_row +
                        head * args.q_stride_head + lane % 4 * 4;
 #pragma unroll
@@ -142,8 +168,11 @@ __global__ void __launch_bounds__(32 * kWarps, 1)
       for (int half = 0; half < 2; ++half) {
         q[i / 2][step][i % 2 + 2 * half] =
             real ? *reinterpret_cast<const uint32_t*>(from + step * 32 + half * 16) : 0;
+        if constexpr (kPass == Pass::kScan)
+          refused = refused || beyond(q[i / 2][step][i % 2 + 2 * half], args.magnitude_limit);
       }
     }
+    if (refused) report(args.fault, FaultKind::kQuery, head_row * args.seq_len + position[i]);
     if constexpr (kPass == Pass::kScan) {
       state[i] = -kInfinity;
     } else {
@@ -160,6 +189,7 @@ __global__ void __launch_bounds__(32 * kWarps, 1)
   highest = __reduce_max_sync(~0u, highest);
   latest_document = __reduce_max_sync(~0u, latest_document);
   int64_t covered[4] = {0, 0, 0, 0};
+  int64_t total = 0;  // of the columns that this thread flushed, all of one head
 
   const int begin = chunk * args.chunk_blocks;
   const int end = min(args.num_blocks, begin + args.chunk_blocks);
@@ -188,6 +218,7 @@ __global__ void __launch_bounds__(32 * kWarps, 1)
     const int64_t mass = fixed_point(sums[0] + sums[64], 64.0f);
     const int64_t choice = (batch * args.num_heads + kv_head * args.heads_per_kv_head + pair_head) /
                            args.heads_per_choice;
+    total += mass;
     int64_t* to = args.columns + choice * args.num_keys + key;
     if (args.columns_shared == 0)
       *to = mass;
@@ -205,6 +236,15 @@ __global__ void __launch_bounds__(32 * kWarps, 1)
     }
     load(block + Shape::kStages - 1);
     const uint32_t stage = base + (block - begin) % Shape::kStages * Shape::kStageBytes;
+    if constexpr (kPass == Pass::kScan) {
+      for (int i = threadIdx.x; i < 64 * (kD / 8); i += Shape::kThreads) {
+        const int j = i / (kD / 8), c = i % (kD / 8);
+        const char* at = memory + (block - begin) % Shape::kStages * Shape::kStageBytes +
+                         (j * Shape::kChunks + (c ^ (j % 8))) * 16;
+        if (beyond(*reinterpret_cast<const uint4*>(at), args.magnitude_limit) != 0)
+          report_key(args, batch, block, j);
+      }
+    }
     const int start = args.block_starts[block];
     const bool visible = start <= highest;
 
@@ -268,8 +308,7 @@ __global__ void __launch_bounds__(32 * kWarps, 1)
         if (active && lane % 4 == 0) {
           const int64_t at = (head_row * args.num_blocks + block) * args.padded_rows + first_row +
                              lane / 4 + 8 * i;
-          args.block_max[at] = top;
-          args.block_sum[at] = sum;
+          args.block_statistics[at] = {top, sum};
         }
       }
     } else {
@@ -435,6 +474,13 @@ __global__ void __launch_bounds__(32 * kWarps, 1)
   if constexpr (kPass == Pass::kMasses) {
     __syncthreads();
     if (begin < end) flush_columns(end - 1);
+    const int pair_head =
+        (row_group * Shape::kRows + static_cast<int>(threadIdx.x) / 64 * 64) / args.padded_rows;
+    if (args.totals != nullptr && pair_head < args.heads_per_kv_head && total != 0)
+      atomic_add(
+          args.totals + (batch * args.num_heads + kv_head * args.heads_per_kv_head + pair_head) /
+                            args.heads_per_choice,
+          total);
   }
   if (lane % 4 == 0 && active) {
 #pragma unroll
@@ -493,6 +539,8 @@ cudaError_t launch_window_of(Pass pass, bool consecutive, DType dtype, int warps
 using WindowLauncher = cudaError_t (*)(Pass pass, bool consecutive, DType dtype, int warps,
                                        const WindowArgs& args, int64_t grid, cudaStream_t stream);
 cudaError_t launch_window_d64(Pass, bool, DType, int, const WindowArgs&, int64_t, cudaStream_t);
+cudaError_t launch_window_d96(Pass, bool, DType, int, const WindowArgs&, int64_t, cudaStream_t);
 cudaError_t launch_window_d128(Pass, bool, DType, int, const WindowArgs&, int64_t, cudaStream_t);
+cudaError_t launch_window_d256(Pass, bool, DType, int, const WindowArgs&, int64_t, cudaStream_t);
 
 }  // namespace mtraining::kernels::pattern_cuda

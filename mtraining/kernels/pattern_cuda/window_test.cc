@@ -175,14 +175,14 @@ class Runner {
   }
 
   /// All ranks by turns on one device; maxima and sums are exchanged through the host.
-  Masses on_device(int32_t* status = nullptr) const {
+  Masses on_device(int64_t* fault = nullptr) const {
     WindowParams p = params();
     const DeviceMemory q(packed_rows()), positions(positions_), starts(starts_);
     p.q.data = q.get();
     p.row_positions = positions.get<int32_t>();
     p.row_document_start = starts_.empty() ? nullptr : starts.get<int32_t>();
     const int64_t outputs = c_.batch * c_.heads * rows_;
-    const DeviceMemory flag(std::vector<int32_t>(1, 0));
+    const DeviceMemory flag(std::vector<int64_t>(1, 0));
     std::vector<DeviceMemory> keys, block_starts, workspaces;
     for (int rank = 0; rank < c_.cp_size; ++rank) {
       keys.emplace_back(packed_keys(rank));
@@ -200,7 +200,7 @@ class Runner {
     std::vector<float> top(outputs, -INFINITY);
     each([&](int rank) {
       const DeviceMemory own(outputs * 4);
-      window_scan(p, workspaces[rank].get(), own.get<float>());
+      window_scan(p, workspaces[rank].get(), own.get<float>(), flag.get<int64_t>());
       const std::vector<float> got = own.read<float>();
       for (int64_t i = 0; i < outputs; ++i) top[i] = std::max(top[i], got[i]);
     });
@@ -210,11 +210,11 @@ class Runner {
     each([&](int rank) {
       const DeviceMemory own(outputs * 8);
       window_row_sum(p, workspaces[rank].get(), row_max.get<float>(), own.get<int64_t>(),
-                     flag.get<int32_t>());
+                     flag.get<int64_t>());
       const std::vector<int64_t> got = own.read<int64_t>();
       for (int64_t i = 0; i < outputs; ++i) made.row_sum[i] += got[i];
     });
-    if (status != nullptr) *status = flag.read<int32_t>()[0];
+    if (fault != nullptr) *fault = flag.read<int64_t>()[0];
     const DeviceMemory row_sum(made.row_sum);
     made.columns.assign(choices() * c_.seq_len, 0);
     made.diagonals.assign(choices() * (num_blocks() + 1), 0);
@@ -310,6 +310,12 @@ std::vector<Case> cases() {
   all.push_back({.name = "fp16 64", .head_dim = 64, .dtype = DType::kFloat16});
   all.push_back({.name = "bf16 64", .batch = 2, .head_dim = 64});
   all.push_back({.name = "fp16 128", .dtype = DType::kFloat16});
+  for (const int64_t head_dim : {96, 256})
+    for (const bool strided : {false, true})
+      all.push_back({.name = concat("bf16 ", head_dim), .head_dim = head_dim, .strided = strided});
+  for (const int64_t heads : {6, 12, 24})  // of two kv heads: 3, 6 and 12 tiles of rows
+    all.push_back({.name = concat("heads ", heads, "/2"), .heads = heads});
+  all.push_back({.name = "64, two tiles", .batch = 2, .heads = 2, .head_dim = 64, .rows = 100});
   all.push_back({.name = "kv_group", .shared = 4});
   all.push_back({.name = "kv_group strided", .strided = true, .shared = 4});
   all.push_back(
@@ -323,9 +329,9 @@ TEST(WindowOnDevice, MassesAreTheHostsToATolerance) {
   for (const Case& c : cases()) {
     SCOPED_TRACE(c.name);
     const Runner runner(c);
-    int32_t status = -1;
-    const Masses got = runner.on_device(&status), want = runner.on_host();
-    EXPECT_EQ(status, 0);
+    int64_t fault = -1;
+    const Masses got = runner.on_device(&fault), want = runner.on_host();
+    EXPECT_EQ(fault, 0);
     expect_close("row_sum", got.row_sum, want.row_sum, 0x1p40);
     expect_close("columns", got.columns, want.columns, 0x1p40);
     expect_close("diagonals", got.diagonals, want.diagonals, 0x1p46);
@@ -354,17 +360,55 @@ TEST(WindowOnDevice, DoesNotDependOnRanksAndLayout) {
   }
 }
 
-TEST(WindowOnDevice, ScoresThatAreNotFiniteAreNoMassAndAreReported) {
+TEST(WindowOnDevice, ValuesThatTheHostRefusesAreNoMassAndTheFirstIsReported) {
   MT_NEEDS_GPU();
-  for (const double bad : {std::nan(""), std::numeric_limits<double>::infinity(), 3e38}) {
-    Runner runner({.name = "not finite"});
-    for (int64_t d = 0; d < 128; ++d) runner.k_[500 * 2 * 128 + d] = d % 2 ? bad : -bad;
-    int32_t status = 0;
-    const Masses got = runner.on_device(&status);
-    EXPECT_EQ(status, 1) << bad;
-    for (const int64_t mass : got.columns) ASSERT_TRUE(mass >= 0 && mass <= int64_t{1} << 60);
-    for (const int64_t mass : got.diagonals) ASSERT_TRUE(mass >= 0 && mass <= int64_t{1} << 60);
+  const double inf = std::numeric_limits<double>::infinity();
+  for (const int64_t head_dim : {64, 96, 128}) {
+    for (const int64_t heads : {2, 8}) {  // of two kv heads: one tile of rows, or four
+      for (const double bad : {std::nan(""), inf, -inf, 3e38, 0x1p50}) {
+        for (const bool strided : {false, true}) {
+          SCOPED_TRACE(concat("head_dim ", head_dim, ", heads ", heads, ", ", bad));
+          Runner runner({.name = "refused",
+                         .batch = 2,
+                         .heads = heads,
+                         .head_dim = head_dim,
+                         .strided = strided});
+          const auto spoil_key = [&](int64_t sample, int64_t position, int64_t head) {
+            runner.k_[((sample * 1000 + position) * 2 + head) * head_dim + head_dim - 1] = bad;
+          };
+          const auto fault_of = [&] {
+            int64_t fault = -1;
+            const Masses got = runner.on_device(&fault);
+            for (const int64_t mass : got.columns)
+              EXPECT_TRUE(mass >= 0 && mass <= int64_t{1} << 60);
+            for (const int64_t mass : got.diagonals)
+              EXPECT_TRUE(mass >= 0 && mass <= int64_t{1} << 60);
+            return fault;
+          };
+          spoil_key(1, 777, 1);
+          EXPECT_EQ(fault_of(), fault_code(FaultKind::kKey, 1777));
+          spoil_key(1, 500, 0);
+          EXPECT_EQ(fault_of(), fault_code(FaultKind::kKey, 1500));
+          spoil_key(0, 999, 1);
+          EXPECT_EQ(fault_of(), fault_code(FaultKind::kKey, 999));
+          runner.q_[((1000 + 999) * heads + 1) * head_dim + 3] =
+              bad;  // the last row of the second sample
+          EXPECT_EQ(fault_of(), fault_code(FaultKind::kQuery, (heads + 1) * 1000 + 999));
+        }
+      }
+    }
   }
+  // Large but allowed: the host takes it.
+  Runner runner({.name = "large"});
+  for (int64_t d = 0; d < 128; ++d) {
+    runner.k_[500 * 2 * 128 + d] = 0x1p20;
+    runner.q_[999 * 8 * 128 + d] = 0x1p20;
+  }
+  int64_t fault = -1;
+  runner.on_device(&fault);
+  EXPECT_EQ(fault, fault_code(FaultKind::kScore, 0));
+  EXPECT_EQ(fault_kind(fault), FaultKind::kScore);
+  EXPECT_EQ(fault_place(fault_code(FaultKind::kQuery, 12345)), 12345);
 }
 
 }  // namespace

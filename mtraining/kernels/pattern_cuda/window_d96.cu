@@ -1,0 +1,11 @@
+// The estimation kernels for head_dim 96.
+#include "mtraining/kernels/pattern_cuda/window_kernel.cuh"
+
+namespace mtraining::kernels::pattern_cuda {
+
+cudaError_t launch_window_d96(Pass pass, bool consecutive, DType dtype, int warps,
+                              const WindowArgs& args, int64_t grid, cudaStream_t stream) {
+  return launch_window_of<96>(pass, consecutive, dtype, warps, args, grid, stream);
+}
+
+}  // namespace mtraining::kernels::pattern_cuda
