@@ -4,7 +4,7 @@
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <algorithm>
-#include <array>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -185,6 +185,13 @@ at::Tensor norm_backward(const NormGradient& g) {
   return dweight;
 }
 
+/// Autograd takes no undefined tensor for an argument.
+using MaybeTensor = std::optional<at::Tensor>;
+MaybeTensor maybe(const at::Tensor& tensor) {
+  return tensor.defined() ? MaybeTensor(tensor) : std::nullopt;
+}
+at::Tensor defined_or_not(const MaybeTensor& tensor) { return tensor.value_or(at::Tensor()); }
+
 /// A tensor that autograd does not take for a view of another one.
 at::Tensor unrelated(const at::Tensor& tensor) { return tensor.variable_data(); }
 
@@ -202,9 +209,14 @@ class AttentionInputFunction : public torch::autograd::Function<AttentionInputFu
   static variable_list forward(AutogradContext* context, const at::Tensor& h,
                                const at::Tensor& input_norm, const at::Tensor& q_weight,
                                const at::Tensor& k_weight, const at::Tensor& v_weight,
-                               const at::Tensor& q_bias, const at::Tensor& k_bias,
-                               const at::Tensor& v_bias, const at::Tensor& q_norm,
-                               const at::Tensor& k_norm, const CallPointer& call) {
+                               const MaybeTensor& q_bias_or_none, const MaybeTensor& k_bias_or_none,
+                               const MaybeTensor& v_bias_or_none, const MaybeTensor& q_norm_or_none,
+                               const MaybeTensor& k_norm_or_none, const CallPointer& call) {
+    const at::Tensor q_bias = defined_or_not(q_bias_or_none),
+                     k_bias = defined_or_not(k_bias_or_none),
+                     v_bias = defined_or_not(v_bias_or_none),
+                     q_norm = defined_or_not(q_norm_or_none),
+                     k_norm = defined_or_not(k_norm_or_none);
     const DeviceLayerOptions& o = call->options;
     const int64_t tokens = call->batch * call->tokens_a_sample;
     const at::Tensor rows = h.reshape({tokens, h.size(-1)}).contiguous();
@@ -365,9 +377,10 @@ class AttentionOutputFunction : public torch::autograd::Function<AttentionOutput
 
   static at::Tensor forward(AutogradContext* context, const at::Tensor& h,
                             const at::Tensor& attended, const at::Tensor& o_weight,
-                            const at::Tensor& o_bias, const at::Tensor& post_norm,
+                            const MaybeTensor& o_bias_or_none, const at::Tensor& post_norm,
                             const at::Tensor& gate, const at::Tensor& up, const at::Tensor& down,
                             const CallPointer& call) {
+    const at::Tensor o_bias = defined_or_not(o_bias_or_none);
     const DeviceLayerOptions& o = call->options;
     const int64_t tokens = call->batch * call->tokens_a_sample, ffn = gate.size(0);
     const at::Tensor rows = h.reshape({tokens, h.size(-1)}).contiguous();
@@ -535,9 +548,9 @@ AttentionInput attention_input(const at::Tensor& h, const LayerParameters& l, co
                                const DeviceLayerOptions& options) {
   const CallPointer call = new_call(h, options);
   call->rope = {rope.cos.contiguous(), rope.sin.contiguous()};
-  const variable_list results =
-      AttentionInputFunction::apply(h, l.input_norm, l.q_weight, l.k_weight, l.v_weight, l.q_bias,
-                                    l.k_bias, l.v_bias, l.q_norm, l.k_norm, call);
+  const variable_list results = AttentionInputFunction::apply(
+      h, l.input_norm, l.q_weight, l.k_weight, l.v_weight, maybe(l.q_bias), maybe(l.k_bias),
+      maybe(l.v_bias), maybe(l.q_norm), maybe(l.k_norm), call);
   return {results[0], results[1], results[2], results[3]};
 }
 
@@ -545,8 +558,9 @@ at::Tensor attention_output(const at::Tensor& h, const at::Tensor& attended,
                             const LayerParameters& l, const DeviceLayerOptions& options) {
   const CallPointer call = new_call(h, options);
   call->keeps_gate_up = options.mlp_tile == 0 && at::GradMode::is_enabled();
-  return AttentionOutputFunction::apply(h, attended, l.o_weight, l.o_bias, l.post_attention_norm,
-                                        l.gate_weight, l.up_weight, l.down_weight, call);
+  return AttentionOutputFunction::apply(h, attended, l.o_weight, maybe(l.o_bias),
+                                        l.post_attention_norm, l.gate_weight, l.up_weight,
+                                        l.down_weight, call);
 }
 
 at::Tensor device_rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps) {

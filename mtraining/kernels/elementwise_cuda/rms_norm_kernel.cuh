@@ -36,8 +36,12 @@ __device__ __forceinline__ float group_sum(float value, int parity) {
   return value;
 }
 
+/// Blocks of a multiprocessor: one load a thread is too little to keep memory busy, unless there are many threads.
+constexpr int forward_blocks(int vectors, bool adds) { return vectors > 1 ? 1 : adds ? 5 : 8; }
+
 template <typename T, int kGroup, int kVectors, bool kAdds>
-__global__ void __launch_bounds__(kNormThreads) forward_kernel(RmsNormForward p) {
+__global__ void __launch_bounds__(kNormThreads, forward_blocks(kVectors, kAdds))
+    forward_kernel(RmsNormForward p) {
   constexpr int kRows = kNormThreads / kGroup;
   const int lane = threadIdx.x % kGroup;
   const auto* weight = static_cast<const T*>(p.weight);
@@ -48,36 +52,23 @@ __global__ void __launch_bounds__(kNormThreads) forward_kernel(RmsNormForward p)
     if (column < p.width) w[v] = load<kWide>(weight + column);
   }
   const float scale = 1.0f / static_cast<float>(p.width), eps = static_cast<float>(p.eps);
-  // The next row is on its way while this one is summed: a row alone would not keep memory busy.
-  Packed<T, kWide> next[kVectors];
-  const auto fetch = [&](int64_t row) {
-    if (row >= p.rows) return;
-    const T* x = static_cast<const T*>(p.x) + row_offset(row, p.x_rows, p.width);
-#pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-      const int64_t column = static_cast<int64_t>(v * kGroup + lane) * kWide;
-      if (column < p.width) next[v] = load<kWide>(x + column);
-    }
-  };
-  const int64_t step = static_cast<int64_t>(gridDim.x) * kRows;
-  const int64_t mine = static_cast<int64_t>(blockIdx.x) * kRows + threadIdx.x / kGroup;
-  fetch(mine);
   int parity = 0;
   // All groups of a block go round equally often: the barrier counts on it.
-  for (int64_t row = mine; row - threadIdx.x / kGroup < p.rows; row += step, parity ^= 1) {
+  for (int64_t first = static_cast<int64_t>(blockIdx.x) * kRows; first < p.rows;
+       first += static_cast<int64_t>(gridDim.x) * kRows, parity ^= 1) {
+    const int64_t row = first + threadIdx.x / kGroup;
     const bool exists = row < p.rows;
+    const auto* x = static_cast<const T*>(p.x) + (exists ? row_offset(row, p.x_rows, p.width) : 0);
     Packed<T, kWide> values[kVectors], added[kVectors];
+    float squares = 0;
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       const int64_t column = static_cast<int64_t>(v * kGroup + lane) * kWide;
-      values[v] = next[v];
-      if constexpr (kAdds) {
-        if (exists && column < p.width)
-          added[v] = load<kWide>(static_cast<const T*>(p.added) + row * p.width + column);
-      }
+      if (!exists || column >= p.width) continue;
+      values[v] = load<kWide>(x + column);
+      if constexpr (kAdds)
+        added[v] = load<kWide>(static_cast<const T*>(p.added) + row * p.width + column);
     }
-    fetch(row + step);
-    float squares = 0;
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       const int64_t column = static_cast<int64_t>(v * kGroup + lane) * kWide;
