@@ -178,10 +178,11 @@ def _packed_sequences(mask_function) -> torch.Tensor | None:
             packed = _closure(part)["packed_sequence_mask"]
     if names == {"causal_mask_function"}:
         return None
-    if names == _PACKED or names == _PACKED | {"causal_mask_function"}:
-        return packed
     unknown = sorted(names - _PACKED - {"causal_mask_function"})
+    if packed is not None and not unknown and names != {"packed_sequence_mask_function"}:
+        return packed  # some versions of transformers remap positions besides, others do not
     what = ", ".join(_REFUSED.get(name, f"the mask {name}") for name in unknown)
+    what = what or "non-causal attention"
     raise NotImplementedError(f"attention_mask: {what} is not supported")
 
 

@@ -6,6 +6,9 @@ from mtraining.index import Index
 from mtraining.library import ops
 from mtraining.pattern import Dense, Pattern, checked
 
+# Asked once: a compiled function cannot ask.
+_BUILT_WITH_CUDA = torch._C._dispatch_has_kernel_for_dispatch_key("mtraining::attend", "CUDA")
+
 
 def build_index(
     q: torch.Tensor,
@@ -146,9 +149,7 @@ def as_document_starts(given, batch: int, seq_len: int) -> torch.Tensor | None:
 
 def _check_device(q: torch.Tensor) -> None:
     kind = q.device.type
-    if kind == "cuda" and not torch._C._dispatch_has_kernel_for_dispatch_key(
-        "mtraining::attend", "CUDA"
-    ):
+    if kind == "cuda" and not _BUILT_WITH_CUDA:
         raise NotImplementedError("q: this build has no CUDA operators, got a tensor on cuda")
     if kind not in ("cpu", "cuda", "meta"):
         raise NotImplementedError(f"q: expected a tensor on cpu or cuda, got one on {kind}")

@@ -133,6 +133,17 @@ def test_packed_sequences_are_documents():
     torch.testing.assert_close(got[:, 71:], alone, rtol=0, atol=1e-5)
 
 
+def test_packed_masks_are_known_in_the_forms_of_several_versions():
+    masking = pytest.importorskip("transformers.masking_utils")
+    numbers = torch.tensor([[0, 0, 1, 1, 1]])
+    packed = masking.packed_sequence_mask_function(numbers)
+    with_causal = masking.and_masks(masking.causal_mask_function, packed)
+    starts = mtraining.hf.attention_mask(1, 5, 5, mask_function=with_causal)
+    assert starts.tolist() == [[0, 0, 2, 2, 2]]
+    with pytest.raises(NotImplementedError, match="non-causal"):
+        mtraining.hf.attention_mask(1, 5, 5, mask_function=packed)
+
+
 def test_generation_attends_densely_to_the_cache():
     eager, ours = models("llama")
     ids = tokens(2, 80)
