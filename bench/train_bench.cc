@@ -9,6 +9,8 @@
 #include <filesystem>
 #include <map>
 
+#include "bench/step_phases.h"
+#include "bench/torch_device.h"
 #include "mtraining/base/check.h"
 #include "mtraining/base/parallel.h"
 #include "mtraining/base/rng.h"
@@ -55,11 +57,209 @@ std::string write_tokens(const Folder& folder, const train::RunConfig& config, i
   return prefix;
 }
 
-struct PartTimes {
-  std::map<std::string, double> ms;  // all recorded steps
+double rounded(double value) { return std::round(value * 1000) / 1000; }
+
+/// What one run of some train steps was.
+struct Arm {
+  train::RunConfig config;  // as run
+  std::vector<trace::StepMetrics> steps;
+  std::vector<std::map<std::string, double>> parts;  // by rank: ms of all steps
+  std::vector<double> step_ms;
+  StepPhases phases;  // of rank 0
+  Json kernels = Json::object();
 };
 
-double rounded(double value) { return std::round(value * 1000) / 1000; }
+Arm run_arm(const TrainBenchOptions& options, const train::RunConfig& config,
+            const train::ResolvedRun& resolved) {
+  const int world = options.ranks.cp_size();
+  const int64_t all_steps = options.warm_up + options.steps;
+  Arm arm;
+  arm.config = config;
+  arm.parts.resize(static_cast<size_t>(world));
+  const int threads = std::max(1, num_threads() / world);
+  comm::run_loopback(
+      world,
+      [&](comm::Transport& transport) {
+        at::set_num_threads(threads);
+        const ThreadCountScope scope(threads);
+        train::Trainer trainer(config, resolved, transport);
+        for (int64_t step = 0; step < all_steps; ++step) {
+          const trace::StepMetrics metrics = trainer.step(step);
+          if (transport.rank() == 0 && step >= options.warm_up) arm.steps.push_back(metrics);
+        }
+        for (const trace::Span& span : trainer.spans()) {
+          const double ms = static_cast<double>(span.end_us - span.begin_us) * 1e-3;
+          arm.parts[transport.rank()][span.row + ": " + span.name] += ms;
+          if (transport.rank() == 0 && span.name == "train_step") arm.step_ms.push_back(ms);
+        }
+        if (transport.rank() == 0) arm.phases = step_phases(trainer.spans(), options.steps);
+        if (options.kernels)
+          arm.kernels = kernels_of(resolved.device, [&] { trainer.step(all_steps); });
+      },
+      std::chrono::minutes(30));
+  // The host sees a step's end before a GPU reaches it.
+  if (resolved.device.is_cpu()) {
+    arm.step_ms.clear();
+    for (const trace::StepMetrics& m : arm.steps) arm.step_ms.push_back(m.step_s * 1e3);
+  }
+  return arm;
+}
+
+/// FLOPs of the model in a train step; no recomputation.
+struct ModelFlops {
+  double dense = 0;  ///< 6 a matrix parameter and token
+  double attention = 0;
+  double attention_if_dense = 0;  ///< of every causal pair
+};
+ModelFlops model_flops(const train::RunConfig& config, int64_t layers, double density) {
+  const model::DecoderConfig& m = config.model;
+  const double heads = static_cast<double>(m.num_attention_heads * m.head_dim);
+  const double kv = static_cast<double>(m.num_key_value_heads * m.head_dim);
+  const double hidden = static_cast<double>(m.hidden_size);
+  const double layer = hidden * (2 * heads + 2 * kv + 3 * static_cast<double>(m.intermediate_size));
+  const double head = hidden * static_cast<double>(m.vocab_size);
+  const double samples = static_cast<double>(config.train.global_batch_size);
+  const double length = static_cast<double>(config.train.seq_len);
+  ModelFlops flops;
+  flops.dense = 6 * (static_cast<double>(layers) * layer + head) * samples * length;
+  // 4 D a pair forward, 2.5 times that backward.
+  flops.attention_if_dense =
+      static_cast<double>(layers) * samples * length * length / 2 * heads * 4 * 3.5;
+  flops.attention = flops.attention_if_dense * density;
+  return flops;
+}
+
+/// Dense bf16 FLOP/s of data sheets; absent where the device is not known.
+std::optional<double> peak_flops_per_s(const train::RunConfig& config, const std::string& device) {
+  if (config.train.peak_flops_per_s) return config.train.peak_flops_per_s;
+  for (const auto& [name, peak] :
+       {std::pair{"H100", 989.4e12}, std::pair{"H200", 989.4e12}, std::pair{"A100", 312e12}})
+    if (device.find(name) != std::string::npos) return peak;
+  return std::nullopt;
+}
+
+/// A step of all layers, from one of fewer.
+double scaled_step_ms(const Arm& arm, int64_t all_layers) {
+  const model::DecoderConfig& m = arm.config.model;
+  const double run = static_cast<double>(m.num_hidden_layers);
+  const double all = static_cast<double>(all_layers);
+  const ModelFlops few = model_flops(arm.config, m.num_hidden_layers, 1);
+  const ModelFlops many = model_flops(arm.config, all_layers, 1);
+  const double fixed = arm.phases.step_ms - arm.phases.layers_ms - arm.phases.optimizer_ms;
+  // The optimizer's work is the parameters'; those of matrices stand for all.
+  return fixed + arm.phases.layers_ms * all / run +
+         arm.phases.optimizer_ms * many.dense / few.dense;
+}
+
+struct Setting {
+  train::ResolvedRun resolved;
+  int64_t all_layers = 0;
+  std::string device;
+  const Provenance& from;
+};
+
+Json row_of(const Arm& arm, const Setting& setting) {
+  const Spread step_ms = spread(arm.step_ms);
+  const trace::StepMetrics& last = arm.steps.back();
+  const train::RunConfig& config = arm.config;
+  const int64_t layers = config.model.num_hidden_layers;
+  int64_t comm_bytes = 0;
+  for (const trace::StepMetrics& m : arm.steps) comm_bytes = std::max(comm_bytes, m.comm_bytes);
+  const bool dense = config.attention.pattern == pattern::PatternKind::kDense;
+  const bool scaled = layers < setting.all_layers;
+  const double whole_ms = scaled ? scaled_step_ms(arm, setting.all_layers) : step_ms.median;
+  Json row = {{"case", "train"},
+              {"pattern", dense ? "dense" : "sparse"},
+              {"seq_len", config.train.seq_len},
+              {"global_batch_size", config.train.global_batch_size},
+              {"layers_run", layers},
+              {"layers", setting.all_layers},
+              {"step_ms", rounded(step_ms.median)},
+              {"step_ms_min", rounded(step_ms.min)},
+              {"step_ms_max", rounded(step_ms.max)},
+              {"step_ms_all_layers", rounded(whole_ms)},
+              {"steps_per_s", rounded(1e3 / step_ms.median)},
+              {"tokens_per_s", rounded(static_cast<double>(last.tokens) / whole_ms * 1e3)},
+              {"repeats", arm.steps.size()},
+              {"loss", last.loss},
+              {"attention_density", last.attention_density},
+              {"worker_imbalance", last.worker_imbalance},
+              {"step_imbalance", last.step_imbalance},
+              {"comm_bytes", comm_bytes},
+              {"process_memory_bytes", last.peak_memory_bytes},
+              {"peak_tensor_bytes", last.peak_tensor_bytes}};
+  const auto peak = peak_flops_per_s(config, setting.device);
+  if (peak && arm.phases.step_ms > 0) {
+    const ModelFlops flops = model_flops(config, layers, last.attention_density);
+    const double second = arm.phases.step_ms * 1e-3;
+    const double rest = second - arm.phases.attention_ms * 1e-3 - arm.phases.optimizer_ms * 1e-3;
+    const double ranks = static_cast<double>(setting.resolved.cp_size * setting.resolved.dp_size);
+    const auto share = [&](double work, double seconds) {
+      return rounded(work / (seconds * *peak * ranks));
+    };
+    row["peak_flops_per_s"] = *peak;
+    row["mfu"] = share(flops.dense + flops.attention, second);
+    row["mfu_if_dense"] = share(flops.dense + flops.attention_if_dense, second);
+    row["mfu_outside_attention"] = share(flops.dense, rest);
+    if (arm.phases.attention_ms > 0)
+      row["mfu_attention"] = share(flops.attention, arm.phases.attention_ms * 1e-3);
+  }
+  row.update({{"cp_size", setting.resolved.cp_size},
+              {"cp_inner_size", setting.resolved.topology.ranks_per_node},
+              {"dp_size", setting.resolved.dp_size},
+              {"accumulation", setting.resolved.accumulation},
+              {"device", setting.device},
+              {"commit", setting.from.commit.empty() ? Json(nullptr) : Json(setting.from.commit)},
+              {"modified", setting.from.modified},
+              {"harness", setting.from.harness},
+              {"load", setting.from.load}});
+  return row;
+}
+
+void add_parts(const Arm& arm, const Setting& setting, const Json& row,
+               std::vector<std::string>& lines) {
+  const double step_ms = row["step_ms"].get<double>();
+  const Json& arm_name = row["pattern"];
+  if (!setting.resolved.device.is_cpu()) {
+    auto phases = arm.phases.ms;
+    phases.emplace_back("norm, of the above", arm.phases.norm_ms);
+    for (const auto& [phase, ms] : phases) {
+      lines.push_back(Json{
+          {"case", "train phase"},
+          {"arm", arm_name},
+          {"phase", phase},
+          {"ms", rounded(ms)},
+          {"share_of_step", rounded(ms / step_ms)},
+          {"commit",
+           row["commit"]}}.dump());
+    }
+    if (!arm.kernels.empty())
+      lines.push_back(
+          Json{{"case", "train kernels"}, {"arm", arm_name}, {"kernels_us", arm.kernels}}.dump());
+    return;
+  }
+  std::map<std::string, std::pair<double, double>> by_part;  // largest, sum
+  for (const auto& rank : arm.parts) {
+    for (const auto& [part, ms] : rank) {
+      auto& [largest, sum] = by_part[part];
+      const double each = ms / static_cast<double>(arm.steps.size());
+      largest = std::max(largest, each);
+      sum += each;
+    }
+  }
+  const auto world = static_cast<double>(arm.parts.size());
+  for (const auto& [part, times_of] : by_part) {
+    lines.push_back(Json{
+        {"case", "train part"},
+        {"part", part},
+        {"ms_largest_rank", rounded(times_of.first)},
+        {"ms_mean_rank", rounded(times_of.second / world)},
+        {"share_of_step", rounded(times_of.second / world / step_ms)},
+        {"device", setting.device},
+        {"commit",
+         row["commit"]}}.dump());
+  }
+}
 
 }  // namespace
 
@@ -69,8 +269,19 @@ std::vector<std::string> bench_train(const TrainBenchOptions& options, const Pro
   const int world = options.ranks.cp_size();
   MT_CHECK_ARG(world <= 64, "--ranks: expected at most 64, got ", world);
   train::RunConfig config = options.config;
+  const bool on_gpu = config.train.device == train::DeviceKind::kCuda;
+  MT_CHECK_ARG(!on_gpu || world == 1,
+               "--ranks: expected 1 with train.device = \"cuda\" (ranks of a job have a GPU each: "
+               "mtraining train), got ",
+               world);
+  MT_CHECK_ARG(on_gpu || !options.kernels, "--kernels: expected train.device = \"cuda\"");
+  const int64_t all_layers = config.model.num_hidden_layers;
+  MT_CHECK_ARG(options.layers >= 0 && options.layers <= all_layers,
+               "--layers: expected 0 or up to the configuration's ", all_layers, ", got ",
+               options.layers);
+  if (options.layers > 0) config.model.num_hidden_layers = options.layers;
   const int64_t all_steps = options.warm_up + options.steps;
-  config.train.steps = all_steps;
+  config.train.steps = all_steps + (options.kernels ? 1 : 0);
   config.train.tokens.reset();
   config.train.preflight = false;
   config.train.recall_every = 0;
@@ -91,87 +302,45 @@ std::vector<std::string> bench_train(const TrainBenchOptions& options, const Pro
   }
   const Folder folder;
   config.data.train = {
-      {write_tokens(folder, config, all_steps * config.train.global_batch_size + 1), 1.0}};
+      {write_tokens(folder, config, *config.train.steps * config.train.global_batch_size + 1),
+       1.0}};
   config.out = folder.path().string();
-  const train::ResolvedRun resolved = train::resolve(config, launch);
+  LaunchPlace place;
+  place.device = on_gpu ? "cuda" : "cpu";
+  const std::string device =
+      on_gpu ? device_name(place)
+             : concat(cpu_name(world), " as ranks on ", num_threads(), " cores");
+  const Setting setting{train::resolve(config, launch), all_layers, device, from};
 
-  std::vector<trace::StepMetrics> steps;
-  std::vector<PartTimes> parts(static_cast<size_t>(world));
-  const int threads = std::max(1, num_threads() / world);
-  comm::run_loopback(
-      world,
-      [&](comm::Transport& transport) {
-        at::set_num_threads(threads);
-        const ThreadCountScope scope(threads);
-        train::Trainer trainer(config, resolved, transport);
-        for (int64_t step = 0; step < all_steps; ++step) {
-          const trace::StepMetrics metrics = trainer.step(step);
-          if (transport.rank() == 0 && step >= options.warm_up) steps.push_back(metrics);
-        }
-        for (const trace::Span& span : trainer.spans()) {
-          parts[transport.rank()].ms[span.row + ": " + span.name] +=
-              static_cast<double>(span.end_us - span.begin_us) * 1e-3;
-        }
-      },
-      std::chrono::minutes(30));
-
-  Times times;
-  int64_t comm_bytes = 0;
-  for (const trace::StepMetrics& m : steps) {
-    times.wall_ms.push_back(m.step_s * 1e3);
-    comm_bytes = std::max(comm_bytes, m.comm_bytes);
-  }
-  const Spread step_ms = spread(times.wall_ms);
-  const trace::StepMetrics& last = steps.back();
-  const double tokens = static_cast<double>(last.tokens);
-  const std::string device = concat(cpu_name(world), " as ranks on ", num_threads(), " cores");
-  Json row = {
-      {"case", "train"},
-      {"pattern", config.attention.pattern == pattern::PatternKind::kDense ? "dense" : "sparse"},
-      {"seq_len", config.train.seq_len},
-      {"global_batch_size", config.train.global_batch_size},
-      {"step_ms", rounded(step_ms.median)},
-      {"step_ms_min", rounded(step_ms.min)},
-      {"step_ms_max", rounded(step_ms.max)},
-      {"steps_per_s", rounded(1e3 / step_ms.median)},
-      {"tokens_per_s", rounded(tokens / step_ms.median * 1e3)},
-      {"repeats", steps.size()},
-      {"loss", last.loss},
-      {"attention_density", last.attention_density},
-      {"worker_imbalance", last.worker_imbalance},
-      {"step_imbalance", last.step_imbalance},
-      {"comm_bytes", comm_bytes},
-      {"process_memory_bytes", last.peak_memory_bytes},
-      {"cp_size", resolved.cp_size},
-      {"cp_inner_size", resolved.topology.ranks_per_node},
-      {"dp_size", resolved.dp_size},
-      {"accumulation", resolved.accumulation},
-      {"device", device},
-      {"commit", from.commit.empty() ? Json(nullptr) : Json(from.commit)},
-      {"modified", from.modified},
-      {"harness", from.harness},
-      {"load", from.load}};
+  const Arm arm = run_arm(options, config, setting.resolved);
+  const Json row = row_of(arm, setting);
   std::vector<std::string> lines = {row.dump()};
-  std::map<std::string, std::pair<double, double>> by_part;  // largest, sum
-  for (const PartTimes& rank : parts) {
-    for (const auto& [part, ms] : rank.ms) {
-      auto& [largest, sum] = by_part[part];
-      const double each = ms / static_cast<double>(options.steps);
-      largest = std::max(largest, each);
-      sum += each;
-    }
-  }
-  for (const auto& [part, times_of] : by_part) {
+  std::vector<std::string> parts;
+  add_parts(arm, setting, row, parts);
+  if (options.dense_arm && config.attention.pattern != pattern::PatternKind::kDense) {
+    train::RunConfig dense = config;
+    dense.attention = train::AttentionSection();
+    dense.attention.pattern = pattern::PatternKind::kDense;
+    dense.attention.deterministic = config.attention.deterministic;
+    const train::ResolvedRun resolved = train::resolve(dense, launch);
+    const Arm dense_arm = run_arm(options, dense, resolved);
+    const Json dense_row = row_of(dense_arm, setting);
+    lines.push_back(dense_row.dump());
+    const auto ratio = [&](const char* key) {
+      return rounded(dense_row[key].get<double>() / row[key].get<double>());
+    };
     lines.push_back(Json{
-        {"case", "train part"},
-        {"part", part},
-        {"ms_largest_rank", rounded(times_of.first)},
-        {"ms_mean_rank", rounded(times_of.second / world)},
-        {"share_of_step", rounded(times_of.second / world / step_ms.median)},
+        {"case", "train ratio"},
+        {"dense_over_sparse", ratio("step_ms")},
+        {"dense_over_sparse_all_layers", ratio("step_ms_all_layers")},
+        {"seq_len", config.train.seq_len},
+        {"attention_density", row["attention_density"]},
         {"device", device},
         {"commit",
          row["commit"]}}.dump());
+    add_parts(dense_arm, setting, dense_row, parts);
   }
+  lines.insert(lines.end(), parts.begin(), parts.end());
   return lines;
 }
 

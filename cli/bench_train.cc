@@ -6,6 +6,7 @@
 #include "bench/train_bench.h"
 #include "cli/bench.h"
 #include "cli/config_file.h"
+#include "cli/device.h"
 #include "cli/parse_options.h"
 #include "mtraining/base/check.h"
 
@@ -14,17 +15,21 @@ namespace mtraining::cli {
 int bench_train(int argc, char** argv) {
   CLI::App app(
       "Train steps of a configuration on random tokens over ranks that are threads of this "
-      "process");
+      "process, or on one GPU");
   app.name("mtraining bench train");
   app.footer(
       "Examples:\n"
       "  mtraining bench train --config recipes/quickstart.toml --virtual 2x2 --steps 3\n"
       "  mtraining bench train --config recipes/quickstart.toml --set attention.pattern=dense "
-      "--ranks 4\n");
+      "--ranks 4\n"
+      "  mtraining bench train --config recipes/qwen2.5-3b-512k.toml --device cuda --layers 4 "
+      "--steps 1 "
+      "--breakdown --dense-arm --set parallel.cp_size=1 --set train.global_batch_size=1\n");
   std::string config, virtual_ranks;
   std::vector<std::string> set;
   int ranks = 1;
   bool breakdown = false;
+  std::string device;
   bench::TrainBenchOptions options;
   app.add_option("--config", config, "The configuration (required); its data is not read");
   app.add_option("--set", set, "Overrides a key: key=value")->expected(1)->take_all();
@@ -32,7 +37,15 @@ int bench_train(int argc, char** argv) {
   app.add_option("--virtual", virtual_ranks, "Instead: nodes x ranks of a node");
   app.add_option("--steps", options.steps, "Timed train steps")->capture_default_str();
   app.add_option("--warm-up", options.warm_up, "Train steps before them")->capture_default_str();
+  app.add_option("--device", device, "cpu or cuda, instead of train.device");
+  app.add_option("--layers", options.layers,
+                 "Run so many layers and compute the step of all; 0: run all")
+      ->capture_default_str();
+  app.add_flag("--dense-arm", options.dense_arm,
+               "Also the same with dense attention, and the ratio");
   app.add_flag("--breakdown", breakdown, "Also a line a part of the step");
+  app.add_flag("--kernels", options.kernels,
+               "A GPU: one step more, and a line with the time of each kernel in it");
   if (!parse_options(app, "bench train", argc, argv)) return 0;
   MT_CHECK_ARG(!config.empty(), "bench train: expected --config FILE, got none");
   MT_CHECK_ARG(app.count("--ranks") == 0 || virtual_ranks.empty(),
@@ -48,6 +61,11 @@ int bench_train(int argc, char** argv) {
     overrides.push_back({text.substr(0, equals), text.substr(equals + 1)});
   }
   const LoadedConfig loaded = load_config(config, overrides);
+  MT_CHECK_SUPPORTED(loaded.config.train.device == train::DeviceKind::kCpu,
+                     with_place(loaded,
+                                "train.device: bench train measures ranks as threads on the "
+                                "CPU, got \"cuda\"; mtraining train writes a GPU's figures "
+                                "to metrics.jsonl"));
   options.config = loaded.config;
   const bench::Provenance from = bench::provenance();
   std::vector<std::string> lines;
@@ -58,8 +76,10 @@ int bench_train(int argc, char** argv) {
   } catch (const Unsupported& error) {
     throw Unsupported(with_place(loaded, error.what()));
   }
-  if (!breakdown) lines.resize(1);
-  for (const std::string& line : lines) std::printf("%s\n", line.c_str());
+  for (const std::string& line : lines) {
+    const bool is_part = line.rfind("{\"case\":\"train p", 0) == 0;
+    if (breakdown || !is_part) std::printf("%s\n", line.c_str());
+  }
   return 0;
 }
 

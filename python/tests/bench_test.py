@@ -274,6 +274,23 @@ def test_train_steps_are_timed_on_random_tokens(bench, job):
     assert not job.out.exists()
 
 
+def test_fewer_layers_and_a_dense_arm_in_one_run(bench, job):
+    options = ("--steps", 1, "--warm-up", 1, "--layers", 1, "--dense-arm")
+    sparse, dense, ratio = rows_of(bench("train", "--config", job.config, *options))
+    assert (sparse["pattern"], dense["pattern"], ratio["case"]) == ("sparse", "dense", "train ratio")
+    for row in (sparse, dense):
+        assert (row["layers_run"], row["layers"]) == (1, 2)
+        assert row["step_ms"] < row["step_ms_all_layers"] < 2 * row["step_ms"] + 1e-3
+    assert sparse["attention_density"] < dense["attention_density"]
+    assert ratio["dense_over_sparse"] == pytest.approx(dense["step_ms"] / sparse["step_ms"], abs=1e-3)
+    for arguments, parts in [
+        (("--layers", 3), ("--layers", "2", "3")),
+        (("--kernels",), ("--kernels", "cuda")),
+        (("--device", "tpu"), ("train.device", "tpu")),
+    ]:
+        assert_one_sentence(bench("train", "--config", job.config, *arguments), *parts)
+
+
 def test_tables_compare_equal_work_alone(tmp_path):
     work = {key: "same" for key in benchmarks.WORK}
     times = {"fwd_ms": 1.0, "bwd_ms": 2.0, "index_ms": 1.0}
