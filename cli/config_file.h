@@ -28,6 +28,9 @@ struct Override {
 /// Errors: InvalidArgument / Unsupported, one sentence, beginning with where.
 LoadedConfig load_config(const std::string& path, const std::vector<Override>& overrides);
 
+/// The same without a file: overrides alone.
+LoadedConfig configure(const std::vector<Override>& overrides);
+
 /// The text of `message`, with the place of the key that it begins with put in front, where it begins with a key.
 std::string with_place(const LoadedConfig& loaded, const std::string& message);
 

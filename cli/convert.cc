@@ -225,18 +225,6 @@ void publish_as(const fs::path& to, int64_t train_step,
   }
 }
 
-fs::path find_source(const std::string& from) {
-  const fs::path path = from;
-  std::error_code error;
-  MT_CHECK_ARG(fs::is_directory(path, error), from, ": expected a folder, got ",
-               fs::exists(path, error) ? "a file" : "none of that name");
-  for (const fs::path& root : {path, path / "checkpoints"})
-    if (const auto newest = checkpoint::find_newest(root)) return newest->folder;
-  MT_CHECK_ARG(fs::exists(path / "config.json"), from,
-               ": expected a checkpoint, a run with one, or a Hugging Face folder, got neither");
-  return path;
-}
-
 StoredType parse_dtype(const std::string& text) {
   if (text == "float32") return StoredType::kF32;
   if (text == "bf16" || text == "bfloat16") return StoredType::kBF16;
@@ -329,6 +317,18 @@ void convert(const Options& options, const fs::path& from) {
 
 }  // namespace
 
+fs::path find_weights(const std::string& from) {
+  const fs::path path = from;
+  std::error_code error;
+  MT_CHECK_ARG(fs::is_directory(path, error), from, ": expected a folder, got ",
+               fs::exists(path, error) ? "a file" : "none of that name");
+  for (const fs::path& root : {path, path / "checkpoints"})
+    if (const auto newest = checkpoint::find_newest(root)) return newest->folder;
+  MT_CHECK_ARG(fs::exists(path / "config.json"), from,
+               ": expected a checkpoint, a run with one, or a Hugging Face folder, got neither");
+  return path;
+}
+
 int run_convert(int argc, char** argv) {
   CLI::App app("Hugging Face folder <-> checkpoint, and a training state for other ranks",
                "mtraining convert");
@@ -351,7 +351,7 @@ int run_convert(int argc, char** argv) {
   std::error_code error;
   MT_CHECK_ARG(!options.to.empty() && !fs::exists(options.to, error), "convert: ", options.to,
                ": expected the name of a folder that does not exist, got one that does");
-  convert(options, find_source(options.from));
+  convert(options, find_weights(options.from));
   MT_CHECK_EXTERNAL(std::cout.flush().good(),
                     "standard output cannot be written: ", std::strerror(errno));
   return 0;

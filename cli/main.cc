@@ -14,6 +14,7 @@
 #include "cli/bench.h"
 #include "cli/convert.h"
 #include "cli/doctor.h"
+#include "cli/eval.h"
 #include "cli/inspect.h"
 #include "cli/nearest.h"
 #include "cli/plan.h"
@@ -42,13 +43,14 @@ constexpr Verb kVerbs[] = {
      "measures attention, the ring or train steps on this machine"},
     {"doctor", mtraining::cli::run_doctor,
      "what this machine has for training, and what it lacks, with the remedy"},
+    {"eval", mtraining::cli::run_eval, "the loss of a checkpoint's weights, dense and sparse"},
     {"inspect", mtraining::cli::run_inspect,
      "what a token file, a checkpoint or a run's folder holds"},
     {"convert", mtraining::cli::run_convert,
      "Hugging Face folder <-> checkpoint, and a training state for other ranks"},
 };
 /// Verbs of parts that are not built.
-constexpr const char* kLater[] = {"eval", "generate"};
+constexpr const char* kLater[] = {"generate"};
 
 constexpr const char* kExamples = R"(
 mtraining VERB --help tells more.

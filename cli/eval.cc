@@ -1,0 +1,207 @@
+#include "cli/eval.h"
+
+#include <ATen/Parallel.h>
+
+#include <CLI/CLI.hpp>
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <cmath>
+#include <cstring>
+#include <iostream>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <vector>
+
+#include "cli/config_file.h"
+#include "cli/convert.h"
+#include "cli/device.h"
+#include "cli/parse_options.h"
+#include "mtraining/base/check.h"
+#include "mtraining/base/parallel.h"
+#include "mtraining/comm/loopback.h"
+#include "mtraining/data/token_file.h"
+#include "mtraining/model/hf_config.h"
+#include "mtraining/train/device.h"
+#include "mtraining/train/score.h"
+
+namespace mtraining::cli {
+namespace {
+
+using Json = nlohmann::ordered_json;
+
+constexpr const char* kHelp =
+    R"(usage: mtraining eval perplexity --checkpoint DIR --data FILE [options]
+
+  perplexity  the mean loss of the weights over a token file, each token once, dense and with sparse patterns
+
+One JSON object a line. mtraining eval perplexity --help tells more.
+
+examples:
+  mtraining eval perplexity --checkpoint runs/quickstart --data data/python/valid
+  mtraining eval perplexity --checkpoint models/base --data book --window 32768 --attention dense vertical_slash --set attention.p_slash=.95
+)";
+/// Kinds of parts that are not built.
+const std::vector<std::string> kLater = {"needle", "ruler", "infinitebench"};
+
+struct Options {
+  std::string checkpoint, data;
+  std::vector<std::string> attention = {"dense", "vertical_slash"}, set;
+  int64_t window = 0, stride = 0, max_windows = 0;
+  int threads = num_threads();
+};
+
+/// One pattern's configuration; the rest is the same for all.
+struct Configured {
+  LoadedConfig loaded;
+  train::ResolvedRun resolved;
+};
+
+Configured configured(const Options& o, const std::string& weights, const std::string& attention,
+                      int64_t window) {
+  std::vector<Override> overrides = {{"model.init_from", Json(weights).dump()},
+                                     {"data.train", Json(o.data).dump()},
+                                     {"train.seq_len", std::to_string(window)},
+                                     {"train.steps", "1"},
+                                     {"attention.pattern", Json(attention).dump()}};
+  for (const std::string& text : o.set) {
+    const size_t equals = text.find('=');
+    MT_CHECK_ARG(equals != std::string::npos && equals > 0, "--set: expected key=value, got '",
+                 text, "'");
+    const Override given{text.substr(0, equals), text.substr(equals + 1)};
+    for (const Override& ours : overrides)
+      MT_CHECK_ARG(ours.key != given.key, "--set ", given.key, ": this verb has an option for it");
+    overrides.push_back(given);
+  }
+  Configured made{configure(overrides), {}};
+  topology::LaunchEnvironment launch;
+  launch.local_world_size = 1;
+  try {
+    choose_device(made.loaded, launch);
+    made.resolved = train::resolve(made.loaded.config, launch);
+  } catch (const InvalidArgument& error) {
+    throw InvalidArgument(with_place(made.loaded, error.what()));
+  } catch (const Unsupported& error) {
+    throw Unsupported(with_place(made.loaded, error.what()));
+  }
+  return made;
+}
+
+/// The trained length, or what the file has; an option may say less or more.
+int64_t window_of(const Options& o, const model::HfConfig& config, int64_t tokens) {
+  MT_CHECK_ARG(tokens >= 2, o.data, ".bin: expected at least 2 tokens, got ", tokens);
+  if (o.window > 0) {
+    MT_CHECK_ARG(o.window < tokens,
+                 "--window: expected at most the file's tokens - 1 = ", tokens - 1, ", got ",
+                 o.window);
+    return o.window;
+  }
+  return std::min(config.max_position_embeddings, tokens - 1);
+}
+
+void perplexity(const Options& o) {
+  const std::string weights = find_weights(o.checkpoint).string();
+  const model::HfConfig hf = model::read_hf_config(weights);
+  const int64_t window = window_of(o, hf, data::TokenFile(o.data, hf.vocab_size).num_tokens());
+  const int64_t stride = o.stride > 0 ? o.stride : window;
+  MT_CHECK_ARG(stride <= window, "--stride: expected 1 to the window = ", window,
+               ", or tokens are left out; got ", stride);
+  // Everything that can be wrong is found before the weights are read.
+  std::vector<Configured> all;
+  std::vector<train::LayerPatterns> patterns;
+  for (const std::string& name : o.attention) {
+    all.push_back(configured(o, weights, name, window));
+    patterns.push_back(train::layer_patterns(all.back().loaded.config));
+  }
+  const train::RunConfig& config = all[0].loaded.config;
+  const train::ResolvedRun& resolved = all[0].resolved;
+  set_num_threads(o.threads);
+  at::set_num_threads(o.threads);
+  train::enter_device(resolved.device);
+  const std::unique_ptr<comm::Transport> transport = comm::make_single();
+  train::Scorer scorer(config, resolved, *transport, o.data);
+  for (size_t i = 0; i < patterns.size(); ++i) {
+    const auto begin = std::chrono::steady_clock::now();
+    const train::Score score = scorer.run(patterns[i], stride, o.max_windows);
+    const double seconds =
+        std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+    MT_CHECK_ARG(std::isfinite(score.loss), weights, ": its loss on ", o.data,
+                 " is not finite: expected weights that are");
+    const Json row = {{"attention", o.attention[i]},
+                      {"loss", score.loss},
+                      {"perplexity", std::exp(score.loss)},
+                      {"scored_tokens", score.tokens},
+                      {"windows", score.windows},
+                      {"window", window},
+                      {"stride", stride},
+                      {"density", score.density},
+                      {"recall", score.recall},
+                      {"recall_worst", score.recall_worst},
+                      {"density_by_layer", score.density_by_layer},
+                      {"recall_by_layer", score.recall_by_layer},
+                      {"dtype", config.model.dtype == at::kFloat ? "float32" : "bf16"},
+                      {"device", resolved.device.str()},
+                      {"seconds", seconds},
+                      {"checkpoint", weights},
+                      {"data", o.data}};
+    std::cout << row.dump(-1, ' ', false, Json::error_handler_t::replace) << std::endl;
+  }
+}
+
+}  // namespace
+
+int run_eval(int argc, char** argv) {
+  const std::string what = argc > 1 ? argv[1] : "";
+  if (what == "--help" || what == "-h") {
+    std::cout << kHelp;
+    return 0;
+  }
+  MT_CHECK_SUPPORTED(std::find(kLater.begin(), kLater.end(), what) == kLater.end(), "eval ", what,
+                     ": belongs to a part that is not built");
+  MT_CHECK_ARG(what == "perplexity", "eval: expected perplexity, got ",
+               what.empty() ? "none" : what, "; see mtraining eval --help");
+  CLI::App app("The mean loss of weights over a token file, each token but the first once",
+               "mtraining eval perplexity");
+  app.footer(
+      "DIR is a Hugging Face folder, a checkpoint or a run's folder (its last checkpoint); FILE a "
+      "token file without extension, "
+      "whose _loss_mask counts. A window reads so many tokens and predicts the one after each of "
+      "them.\n\n"
+      "Examples:\n"
+      "  mtraining eval perplexity --checkpoint runs/quickstart --data data/python/valid\n"
+      "  mtraining eval perplexity --checkpoint models/base --data book --window 32768 --stride "
+      "16384 "
+      "--attention vertical_slash --set attention.p_slash=.95\n");
+  Options o;
+  app.add_option("--checkpoint", o.checkpoint, "The weights (required)");
+  app.add_option("--data", o.data, "The token file (required)");
+  app.add_option("--attention", o.attention,
+                 "One row each: dense, vertical_slash, fixed, xattention, moba (dense and "
+                 "vertical_slash)");
+  app.add_option("--window", o.window, "Tokens that are read at once (absent: the trained length)");
+  app.add_option("--stride", o.stride, "Tokens between windows (absent: the window)");
+  app.add_option("--max-windows", o.max_windows, "The first so many alone (absent: all)");
+  app.add_option("--set", o.set,
+                 "A key of the configuration: attention.p_slash=.95, model.dtype=bf16")
+      ->expected(1)
+      ->take_all();
+  app.add_option("--threads", o.threads, "Of this process")->capture_default_str();
+  if (!parse_options(app, "eval perplexity", argc - 1, argv + 1)) return 0;
+  MT_CHECK_ARG(!o.checkpoint.empty(), "eval perplexity: expected --checkpoint DIR, got none");
+  MT_CHECK_ARG(!o.data.empty(), "eval perplexity: expected --data FILE, got none");
+  const auto positive = [&](const char* flag, int64_t value) {
+    MT_CHECK_ARG(app.count(flag) == 0 || value >= 1, flag, ": expected at least 1, got ", value);
+  };
+  positive("--window", o.window);
+  positive("--stride", o.stride);
+  positive("--max-windows", o.max_windows);
+  MT_CHECK_ARG(o.threads >= 1 && o.threads <= 1024, "--threads: expected 1 to 1024, got ",
+               o.threads);
+  perplexity(o);
+  MT_CHECK_EXTERNAL(std::cout.flush().good(),
+                    "standard output cannot be written: ", std::strerror(errno));
+  return 0;
+}
+
+}  // namespace mtraining::cli
