@@ -152,6 +152,7 @@ void visit_keys(train::RunConfig& c, Visitor&& v) {
   v.choice("attention.inner", c.attention.inner, kInners);
   v.key("attention.ring_stride", c.attention.ring_stride);
   v.key("attention.prefetch_steps", c.attention.prefetch_steps);
+  v.key("attention.launch_shards", c.attention.launch_shards);
   v.choice("attention.columns", c.attention.columns, kColumns);
   v.choice("attention.gradient_transport", c.attention.gradient_transport, kTransports);
   v.key("attention.deterministic", c.attention.deterministic);
@@ -169,6 +170,7 @@ void visit_keys(train::RunConfig& c, Visitor&& v) {
   v.key("train.recall_every", c.train.recall_every);
   v.key("train.peak_flops_per_s", c.train.peak_flops_per_s);
   v.choice("train.recompute", c.train.recompute, kRecomputes);
+  v.key("train.recompute_span", c.train.recompute_span);
   v.key("train.mlp_tile", c.train.mlp_tile);
   v.key("train.offload_layers", c.train.offload_layers);
   v.key("optim.lr", c.optim.schedule.lr);
@@ -607,8 +609,10 @@ std::vector<std::string> known_keys() {
   return names.names;
 }
 
-LoadedConfig load_config(const std::string& path, const std::vector<Override>& overrides) {
-  const toml::table table = parse_file(path);
+namespace {
+
+LoadedConfig load(const toml::table& table, const std::string& path,
+                  const std::vector<Override>& overrides) {
   Entries entries;
   std::vector<std::unique_ptr<toml::table>> holders;
   flatten(table, "", path, entries);
@@ -641,6 +645,16 @@ LoadedConfig load_config(const std::string& path, const std::vector<Override>& o
     throw InvalidArgument(with_place(loaded, error.what()));
   }
   return loaded;
+}
+
+}  // namespace
+
+LoadedConfig load_config(const std::string& path, const std::vector<Override>& overrides) {
+  return load(parse_file(path), path, overrides);
+}
+
+LoadedConfig configure(const std::vector<Override>& overrides) {
+  return load({}, "the command line", overrides);
 }
 
 std::string with_place(const LoadedConfig& loaded, const std::string& message) {
