@@ -13,6 +13,7 @@ constexpr int64_t kCounterBytes = 256;
 // As in the forward: keys beyond about half of L2, and the heads of one kv head are done before the next one's.
 constexpr int64_t kGroupAboveBytes = int64_t{24} << 20;
 constexpr int32_t kColumnQueryBlocks = 128;
+constexpr int64_t kStagesPerItem = 128;
 
 int64_t blocks_of(int64_t tokens) { return (tokens + kBlock - 1) / kBlock; }
 
@@ -83,10 +84,9 @@ void check_params(const BackwardParams& p) {
                p.workspace_bytes, " at ", p.workspace);
 }
 
-/// Statistics and bounds of the query blocks; resets both queues.
-void prepare(const BackwardParams& p, const Workspace& w) {
+/// Statistics and bounds of the query blocks, gathered columns; resets both queues. args.gather is filled.
+void prepare(const BackwardParams& p, const Workspace& w, PrepareArgs& args) {
   char* memory = static_cast<char*>(p.workspace);
-  PrepareArgs args;
   args.lse = static_cast<const float*>(p.lse);
   args.delta = static_cast<const float*>(p.delta);
   args.q_block_starts = p.q_block_starts;
@@ -182,6 +182,20 @@ void queries(const BackwardParams& p, const BackwardArgs& from, int64_t keys_byt
       "launching dq");
 }
 
+/// How many of the query heads of a kv head an item of key blocks walks. One after the other, SMs drift apart, and queries that
+/// neighbouring key blocks share leave L2 in between; items should still be long beside the storing of dk and dv.
+int32_t heads_per_item(const BackwardParams& p, int first, int last) {
+  const int64_t group = p.num_q_heads / p.num_kv_heads;
+  int64_t stages = 1;  // of a head, at most
+  for (int s = first; s < last; ++s) {
+    const BlockLists& blocks = p.sources[s].blocks;
+    if (blocks.kind == BlockListKind::kCsr) return static_cast<int32_t>(group);  // not known here
+    if (blocks.kind == BlockListKind::kEntries) stages = std::max(stages, blocks.capacity + 1);
+  }
+  stages = std::min(stages, blocks_of(p.num_queries));
+  return static_cast<int32_t>(std::min(group, (kStagesPerItem + stages - 1) / stages));
+}
+
 /// One launch over sources[first, last).
 void backward_range(const BackwardParams& p, const Workspace& w, int first, int last, int num_sms) {
   BackwardArgs args = {};
@@ -238,7 +252,10 @@ void backward_range(const BackwardParams& p, const Workspace& w, int first, int 
       p.deterministic ? args.num_q_blocks : std::min(args.num_q_blocks, kColumnQueryBlocks);
   const int64_t chunks = (args.num_q_blocks + args.column_q_blocks - 1) / args.column_q_blocks;
   const int64_t column_items = column_tiles * args.num_sources * rows * chunks;
-  const int64_t items = column_items + block_pairs * args.num_sources * p.batch * p.num_kv_heads;
+  args.heads_per_item = p.deterministic ? args.heads_per_kv_head : heads_per_item(p, first, last);
+  args.head_parts = (args.heads_per_kv_head + args.heads_per_item - 1) / args.heads_per_item;
+  const int64_t items =
+      column_items + block_pairs * args.num_sources * p.batch * p.num_kv_heads * args.head_parts;
   MT_CHECK_SUPPORTED(items < (int64_t{1} << 31) - 4096,
                      "sm90 backward: expected fewer than 2^31 pairs of key blocks, got ", items);
   args.block_pairs = static_cast<int32_t>(block_pairs);
@@ -246,15 +263,15 @@ void backward_range(const BackwardParams& p, const Workspace& w, int first, int 
   args.column_items = static_cast<int32_t>(column_items);
   args.num_items = static_cast<int32_t>(items);
   if (items == 0) return;
-  args.gathered_rows = static_cast<int32_t>(gathered_rows(p, first, last));
-  prepare(p, w);
-  fill_sources(p, first, last, memory + w.gathered, args.next_item, args.sources, &args.gathered_k,
-               &args.gathered_v);
-  if (column_items > 0 && chunks > 1) {
-    check_cuda(cudaMemsetAsync(args.gathered_dk, 0, w.bytes - w.gathered_dk,
-                               static_cast<cudaStream_t>(p.stream)),
-               "clearing the gradients of columns");
-  }
+  PrepareArgs before;
+  args.gathered_rows =
+      static_cast<int32_t>(plan_sources(p, first, last, memory + w.gathered, args.sources,
+                                        &before.gather, &args.gathered_k, &args.gathered_v));
+  // Where a column tile's queries are several items, each adds its part.
+  const bool parts = column_items > 0 && chunks > 1;
+  before.gathered_dk = parts ? args.gathered_dk : nullptr;
+  before.gathered_dv = parts ? args.gathered_dv : nullptr;
+  prepare(p, w, before);
   check_cuda(launcher(p.dtype, p.head_dim)(args, !p.deterministic, num_sms,
                                            static_cast<cudaStream_t>(p.stream)),
              "launching");

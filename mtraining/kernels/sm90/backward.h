@@ -5,7 +5,7 @@
 //
 // dtype bf16 or fp16, head_dim 64 or 128, any ratio of query heads to kv heads, softmax_scale > 0.
 // deterministic: dq is computed by a launch of its own, query by query, and the result is bitwise the same whatever else runs; else parts
-// of dq are added as they come. dk and dv are always summed in one order.
+// of dq, dk and dv are added as they come.
 // Memory: q, k, v, dout: 16-byte aligned, byte strides multiples of 16 (0 for an expanded batch or head; tokens expanded with stride 0
 // are Unsupported); dq: 16-byte aligned, strides multiples of 4; dk, dv: 8-byte aligned, even strides. CSR lists need their
 // transpose (key_row_begin, query_blocks). Columns need position_stride 1.

@@ -41,7 +41,9 @@ struct BackwardArgs {
   int64_t diagonal_words;
   float scale_log2;  // softmax_scale * log2(e)
   float scale;       // softmax_scale
-  // Items: pairs of key blocks of a kv head; 128 columns of a head over column_q_blocks query blocks.
+  // Items: pairs of key blocks of a kv head and heads_per_item of its query heads; 128 columns of a head over column_q_blocks query
+  // blocks.
+  int32_t heads_per_item, head_parts;
   int32_t column_items, num_items;
   int32_t columns_first;  // in the queue, before blocks
   int32_t
@@ -93,8 +95,10 @@ struct PrepareArgs {
   float* statistics;
   int4* query_bounds;
   int32_t* counters;  // two, set to 0
+  GatherArgs gather;
+  float *gathered_dk, *gathered_dv;  // where not null, 0 for every gathered column
 };
-/// Statistics and bounds of all query blocks.
+/// Statistics and bounds of all query blocks, and the gather of columns.
 cudaError_t launch_prepare(const PrepareArgs& args, cudaStream_t stream);
 
 /// Adds the gradients of gathered columns to those of their keys: where several heads of a kv head have a column, in head order.

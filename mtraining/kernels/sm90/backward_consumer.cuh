@@ -295,7 +295,7 @@ struct KeyConsumer {
         if (whole) {
           *reinterpret_cast<float2*>(dk_at + 8 * j) = k;
           *reinterpret_cast<float2*>(dv_at + 8 * j) = v;
-        } else {  // blocks: one addition per place and launch, in whatever order
+        } else {  // where the mode is deterministic: one addition per place and launch
           reduce_add_f2(dk_at + 8 * j, k.x, k.y);
           reduce_add_f2(dv_at + 8 * j, v.x, v.y);
         }

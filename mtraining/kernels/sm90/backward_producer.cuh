@@ -1,5 +1,5 @@
-// The producer warp of the key-stationary backward: takes items (two key blocks of a kv head, or 128 columns of a head) from the
-// queue and walks the query blocks that list them, so that a query block that both need is loaded once.
+// The producer warp of the key-stationary backward: takes items (two key blocks of a kv head and some of its query heads, or 128 columns
+// of a head) from the queue and walks the query blocks that list them, so that a query block that both need is loaded once.
 //
 // In:   BackwardArgs. Out: keys and values, stages of 64 queries and dout, notes, in shared memory. Next: backward_kernel.cuh.
 #pragma once
@@ -29,6 +29,7 @@ struct KeyProducer {
   int first = 0;             // key row or column
   int keys = 0;              // that exist from there on
   int first_q_block = 0;     // of columns
+  int first_head = 0;        // of those that share the kv head
 
   // ---- stages ----
 
@@ -214,7 +215,8 @@ struct KeyProducer {
       last[g] = g < groups ? start[g] + (here - 1) * args.position_stride : -1;
       bits[g] = here >= 64 ? ~uint64_t{0} : here > 0 ? (uint64_t{1} << here) - 1 : 0;
     }
-    for (int h = 0; h < args.heads_per_kv_head; ++h) {
+    const int end = min(first_head + args.heads_per_item, args.heads_per_kv_head);
+    for (int h = first_head; h < end; ++h) {
       const int row = batch * args.num_heads + kv_head * args.heads_per_kv_head + h;
       Window windows[2];
 #pragma unroll
@@ -337,6 +339,8 @@ struct KeyProducer {
     const int pairs = args.block_pairs * args.num_sources;
     kind = kItemBlocks;
     unit = inside / pairs;
+    first_head = unit % args.head_parts * args.heads_per_item;
+    unit /= args.head_parts;
     first = inside % pairs / args.num_sources * 128;
     source = inside % args.num_sources;
     const SourceArgs& from = args.sources[source];

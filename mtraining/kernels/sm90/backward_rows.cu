@@ -5,16 +5,37 @@
 #include <climits>
 
 #include "mtraining/kernels/sm90/backward_args.cuh"
+#include "mtraining/kernels/sm90/gather_tile.cuh"
 
 namespace mtraining::kernels::sm90 {
 namespace {
 
 constexpr int kWarps = 4;
 
-/// A warp a query block, two rows a lane.
-__global__ void __launch_bounds__(32 * kWarps) prepare(const PrepareArgs args) {
+/// Blocks below gather_blocks: a tile of 64 columns of a head. The others: a warp a query block, two rows a lane.
+__global__ void __launch_bounds__(32 * kWarps)
+    prepare(const __grid_constant__ PrepareArgs args, int64_t gather_blocks) {
   if (blockIdx.x == 0 && threadIdx.x < 2) args.counters[threadIdx.x] = 0;
-  const int64_t unit = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
+  if (blockIdx.x < gather_blocks) {
+    const GatherArgs& gather = args.gather;
+    const int tile = static_cast<int>(blockIdx.x % gather.max_tiles);
+    const int row = static_cast<int>(blockIdx.x / gather.max_tiles % args.num_rows);
+    const GatherSource& source = gather.sources[blockIdx.x / gather.max_tiles / args.num_rows];
+    if (static_cast<int64_t>(tile) * kBlock >= columns_of(source, row)) return;
+    gather_tile<32 * kWarps>(gather, source, tile, row);
+    if (args.gathered_dk == nullptr) return;
+    const int row_floats = gather.row_bytes / 2;
+    const int64_t first =
+        (static_cast<int64_t>(row) * gather.gathered_rows + source.gathered_begin + tile * kBlock) *
+        row_floats;
+    for (int i = 4 * threadIdx.x; i < kBlock * row_floats; i += 4 * 32 * kWarps) {
+      *reinterpret_cast<float4*>(args.gathered_dk + first + i) = make_float4(0, 0, 0, 0);
+      *reinterpret_cast<float4*>(args.gathered_dv + first + i) = make_float4(0, 0, 0, 0);
+    }
+    return;
+  }
+  const int64_t unit =
+      (static_cast<int64_t>(blockIdx.x) - gather_blocks) * kWarps + threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
   if (unit >= static_cast<int64_t>(args.num_rows) * args.num_q_blocks) return;
   const int row = static_cast<int>(unit / args.num_q_blocks),
@@ -165,7 +186,11 @@ cudaError_t launch_delta_of(const DeltaArgs& args, cudaStream_t stream) {
 
 cudaError_t launch_prepare(const PrepareArgs& args, cudaStream_t stream) {
   const int64_t units = static_cast<int64_t>(args.num_rows) * args.num_q_blocks;
-  prepare<<<static_cast<unsigned>((units + kWarps - 1) / kWarps), 32 * kWarps, 0, stream>>>(args);
+  const int64_t gather_blocks =
+      static_cast<int64_t>(args.gather.max_tiles) * args.num_rows * args.gather.num_sources;
+  const int64_t blocks = gather_blocks + (units + kWarps - 1) / kWarps;
+  if (blocks >= int64_t{1} << 31) return cudaErrorInvalidConfiguration;
+  prepare<<<static_cast<unsigned>(blocks), 32 * kWarps, 0, stream>>>(args, gather_blocks);
   return cudaGetLastError();
 }
 

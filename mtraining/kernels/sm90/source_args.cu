@@ -177,12 +177,11 @@ int64_t most_gathered_rows(const AttentionParams& params) {
   return rows;
 }
 
-int64_t fill_sources(const AttentionParams& p, int first, int last, void* memory,
-                     int32_t* next_item, SourceArgs* sources, CUtensorMap* gathered_k,
+int64_t plan_sources(const AttentionParams& p, int first, int last, void* memory,
+                     SourceArgs* sources, GatherArgs* to_gather, CUtensorMap* gathered_k,
                      CUtensorMap* gathered_v) {
-  const auto stream = static_cast<cudaStream_t>(p.stream);
   const int64_t rows = p.batch * p.num_q_heads;
-  GatherArgs gather;
+  GatherArgs& gather = *to_gather;
   gather.num_sources = 0;
   int64_t gathered = 0, max_tiles = 0;
   for (int s = first; s < last; ++s) {
@@ -239,13 +238,25 @@ int64_t fill_sources(const AttentionParams& p, int first, int last, void* memory
     gather.gathered_rows = static_cast<int32_t>(gathered);
     gather.gathered_k = k;
     gather.gathered_v = k + bytes;
-    gather.next_item = next_item;
     *gathered_k =
         tensor_map("gathered k", {k, 0, p.head_dim, 0}, p.dtype, p.head_dim, rows * gathered, 1, 1);
     *gathered_v = tensor_map("gathered v", {k + bytes, 0, p.head_dim, 0}, p.dtype, p.head_dim,
                              rows * gathered, 1, 1);
-    check_cuda(launch_gather_columns(gather, static_cast<int>(max_tiles), stream),
-               "gathering columns");
+  }
+  gather.max_tiles = static_cast<int32_t>(max_tiles);
+  return gathered;
+}
+
+int64_t fill_sources(const AttentionParams& p, int first, int last, void* memory,
+                     int32_t* next_item, SourceArgs* sources, CUtensorMap* gathered_k,
+                     CUtensorMap* gathered_v) {
+  const auto stream = static_cast<cudaStream_t>(p.stream);
+  GatherArgs gather;
+  const int64_t gathered =
+      plan_sources(p, first, last, memory, sources, &gather, gathered_k, gathered_v);
+  if (gather.max_tiles > 0) {
+    gather.next_item = next_item;
+    check_cuda(launch_gather_columns(gather, stream), "gathering columns");
   } else {
     check_cuda(cudaMemsetAsync(next_item, 0, sizeof(int32_t), stream), "resetting the queue");
   }

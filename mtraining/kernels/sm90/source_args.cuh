@@ -53,11 +53,12 @@ struct GatherArgs {
   int32_t num_heads, heads_per_kv_head, num_rows;
   int32_t row_bytes;      // 2 * D
   int32_t gathered_rows;  // a head
+  int32_t max_tiles;      // of 64 columns, the most over sources; 0: no columns
   char *gathered_k, *gathered_v;
   int32_t* next_item;  // set to 0
 };
 /// Copies the rows that the column lists name into contiguous memory, zeros up to the next multiple of 64, and resets the queue.
-cudaError_t launch_gather_columns(const GatherArgs& args, int max_tiles, cudaStream_t stream);
+cudaError_t launch_gather_columns(const GatherArgs& args, cudaStream_t stream);
 
 void check_cuda(cudaError_t error, const char* what);
 int multiprocessors(const AttentionParams& params);
@@ -79,8 +80,12 @@ int64_t gathered_rows(const AttentionParams& params, int first, int last);
 /// The most over the ranges of sources that one launch takes.
 int64_t most_gathered_rows(const AttentionParams& params);
 
-/// Fills out[0 .. last - first). Where there are columns, enqueues their gather into `memory` (k, then v: gathered_rows of every head)
-/// and fills the maps of it. Returns gathered_rows.
+/// Fills out[0 .. last - first) and what is to be gathered into `memory` (k, then v: gathered_rows of every head); where there are
+/// columns, the maps of it too. Launches nothing. Returns gathered_rows.
+int64_t plan_sources(const AttentionParams& params, int first, int last, void* memory,
+                     SourceArgs* out, GatherArgs* gather, CUtensorMap* gathered_k,
+                     CUtensorMap* gathered_v);
+/// The same, and enqueues the gather and the reset of next_item.
 int64_t fill_sources(const AttentionParams& params, int first, int last, void* memory,
                      int32_t* next_item, SourceArgs* out, CUtensorMap* gathered_k,
                      CUtensorMap* gathered_v);
