@@ -371,9 +371,9 @@ BackwardResult checked_backward(RingContext::State& state, IndexPlan& plan, cons
   check_gradient_inputs(q, dout, saved);
   const RingCall call =
       checked_call(state, plan, "backward", q, k, v, softmax_scale, document_starts);
-  const at::Tensor dout_rows = q.is_cpu() || rows_are_aligned(dout)
-                                   ? with_contiguous_rows(dout)
-                                   : dout.clone(at::MemoryFormat::Contiguous);
+  const at::Tensor dout_rows = without_padding(
+      state, q.is_cpu() || rows_are_aligned(dout) ? with_contiguous_rows(dout)
+                                                  : dout.clone(at::MemoryFormat::Contiguous));
   return ring_backward(state, plan, call, dout_rows,
                        {saved.out, saved.lse.contiguous(), saved.out_residual});
 }

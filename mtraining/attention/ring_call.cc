@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
 #include <array>
 #include <bit>
 #include <cmath>
@@ -73,6 +74,18 @@ at::Tensor local_document_start(const RingContext::State& state,
 
 }  // namespace
 
+/// On a GPU a masked pair weighs 0, and 0 times what padding may hold (infinities, NaN) would not be 0: a copy with zeros there.
+at::Tensor without_padding(const RingContext::State& state, at::Tensor rows) {
+  const auto real =
+      std::lower_bound(state.positions.begin(), state.positions.end(), state.layout.seq_len()) -
+      state.positions.begin();
+  const int64_t padding = rows.size(1) - real;
+  if (rows.is_cpu() || padding == 0) return rows;
+  rows = rows.clone(at::MemoryFormat::Contiguous);
+  rows.narrow(1, real, padding).zero_();
+  return rows;
+}
+
 RingCall checked_call(RingContext::State& state, IndexPlan& plan, const char* direction,
                       const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                       double softmax_scale, const at::Tensor& document_starts) {
@@ -112,9 +125,9 @@ RingCall checked_call(RingContext::State& state, IndexPlan& plan, const char* di
                softmax_scale);
 
   RingCall call;
-  call.q = with_contiguous_rows(q);
-  call.k = k.contiguous();
-  call.v = v.contiguous();
+  call.q = without_padding(state, with_contiguous_rows(q));
+  call.k = without_padding(state, k.contiguous());
+  call.v = without_padding(state, v.contiguous());
   call.softmax_scale =
       softmax_scale > 0 ? softmax_scale : 1 / std::sqrt(static_cast<double>(head_dim));
   at::Tensor documents;

@@ -29,6 +29,8 @@ ForwardResult ring_forward(RingContext::State& state, IndexPlan& plan, const Rin
 /// dout: rows contiguous; saved.lse contiguous.
 BackwardResult ring_backward(RingContext::State& state, IndexPlan& plan, const RingCall& call,
                              const at::Tensor& dout, const ForwardResult& saved);
+/// rows [B, n, ..] with zeros at padded positions; itself where there are none, and on the CPU, whose kernels do not look there.
+at::Tensor without_padding(const RingContext::State& state, at::Tensor rows);
 /// Both checks, then ring_backward.
 BackwardResult checked_backward(RingContext::State& state, IndexPlan& plan, const at::Tensor& dout,
                                 const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,

@@ -173,7 +173,7 @@ TEST(RingOnGpu, AStaleOrSwappedShardWouldShow) {
                              .num_kv_heads = 1,
                              .precision = Precision::kBFloat16,
                              .choice = Choice::kDense,
-                             .scale_by_block = 0.3});
+                             .scale_by_block = 0.1});
   for (const Shape& shape : kShapes) {
     RingOptions options = ring_options(shape.nodes, shape.ranks_per_node, LayoutKind::kBlockStriped,
                                        64, problem.options().seq_len);

@@ -75,24 +75,28 @@ class Mirrored : public Communicator {
   WorkPtr exchange(int to, std::vector<ConstBuffer> send, int from,
                    std::vector<Buffer> recv) override {
     Parts parts = mirrored(send, recv);
-    return finished_later(inner_->exchange(to, parts.send, from, parts.recv), std::move(parts));
+    WorkPtr work = inner_->exchange(to, parts.send, from, parts.recv);
+    return finished_later(std::move(work), std::move(parts));
   }
   WorkPtr all_gather(ConstBuffer send, std::vector<Buffer> recv) override {
     Parts parts = mirrored({send}, recv);
-    return finished_later(inner_->all_gather(parts.send[0], parts.recv), std::move(parts));
+    WorkPtr work = inner_->all_gather(parts.send[0], parts.recv);
+    return finished_later(std::move(work), std::move(parts));
   }
   WorkPtr reduce_scatter(std::vector<ConstBuffer> send, Buffer recv, ElementType type) override {
     Parts parts = mirrored(send, {recv});
-    return finished_later(inner_->reduce_scatter(parts.send, parts.recv[0], type),
-                          std::move(parts));
+    WorkPtr work = inner_->reduce_scatter(parts.send, parts.recv[0], type);
+    return finished_later(std::move(work), std::move(parts));
   }
   WorkPtr all_reduce(Buffer data, ElementType type, ReduceOp op) override {
     Parts parts = in_place(data);
-    return finished_later(inner_->all_reduce(parts.recv[0], type, op), std::move(parts));
+    WorkPtr work = inner_->all_reduce(parts.recv[0], type, op);
+    return finished_later(std::move(work), std::move(parts));
   }
   WorkPtr broadcast(Buffer data, int root) override {
     Parts parts = in_place(data);
-    return finished_later(inner_->broadcast(parts.recv[0], root), std::move(parts));
+    WorkPtr work = inner_->broadcast(parts.recv[0], root);
+    return finished_later(std::move(work), std::move(parts));
   }
   void barrier() override {
     inner_->barrier();
