@@ -23,12 +23,14 @@ struct Vec<float> {
   typedef float type __attribute__((vector_size(MT_VECTOR_BYTES), may_alias));
   typedef float anywhere __attribute__((vector_size(MT_VECTOR_BYTES), may_alias, aligned(4)));
   typedef int32_t bits __attribute__((vector_size(MT_VECTOR_BYTES), may_alias));
+  typedef uint32_t words __attribute__((vector_size(MT_VECTOR_BYTES), may_alias));
 };
 template <>
 struct Vec<double> {
   typedef double type __attribute__((vector_size(MT_VECTOR_BYTES), may_alias));
   typedef double anywhere __attribute__((vector_size(MT_VECTOR_BYTES), may_alias, aligned(8)));
   typedef int64_t bits __attribute__((vector_size(MT_VECTOR_BYTES), may_alias));
+  typedef uint64_t words __attribute__((vector_size(MT_VECTOR_BYTES), may_alias));
 };
 template <typename T>
 inline constexpr int kLanes = MT_VECTOR_BYTES / sizeof(T);
@@ -65,7 +67,7 @@ MT_INLINE typename Vec<T>::type broadcast(T x) {
 
 MT_INLINE Vec<float>::type exponential(Vec<float>::type x) {
   using V = Vec<float>::type;
-  using B = Vec<float>::bits;
+  using B = Vec<float>::words;  // sums beyond the range are thrown away below, and may wrap
   constexpr float kRound =
       0x1.8p23f;  // adding it rounds to an integer, which the low bits then hold
   const V t = x * 0x1.715476p+0f + kRound;
@@ -87,7 +89,7 @@ MT_INLINE Vec<float>::type exponential(Vec<float>::type x) {
 
 MT_INLINE Vec<double>::type exponential(Vec<double>::type x) {
   using V = Vec<double>::type;
-  using B = Vec<double>::bits;
+  using B = Vec<double>::words;
   constexpr double kRound = 0x1.8p52;
   const V t = x * 0x1.71547652b82fep+0 + kRound;
   const V n = t - kRound;
