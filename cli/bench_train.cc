@@ -61,11 +61,6 @@ int bench_train(int argc, char** argv) {
     overrides.push_back({text.substr(0, equals), text.substr(equals + 1)});
   }
   const LoadedConfig loaded = load_config(config, overrides);
-  MT_CHECK_SUPPORTED(loaded.config.train.device == train::DeviceKind::kCpu,
-                     with_place(loaded,
-                                "train.device: bench train measures ranks as threads on the "
-                                "CPU, got \"cuda\"; mtraining train writes a GPU's figures "
-                                "to metrics.jsonl"));
   options.config = loaded.config;
   const bench::Provenance from = bench::provenance();
   std::vector<std::string> lines;
