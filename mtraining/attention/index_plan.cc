@@ -169,9 +169,9 @@ kernels::ColumnLists IndexPlan::column_lists(int source_rank, at::Device device)
 
 kernels::ColumnLists IndexPlan::slice_lists(const index::ColumnSlice& slice, at::Device device) {
   kernels::ColumnLists lists = slice.view();
-  lists.key_rows = uploads_.get(slice.gathered_rows, device);
-  lists.positions = uploads_.get(slice.positions, device);
-  lists.counts = uploads_.get(slice.counts, device);
+  lists.key_rows = slice_uploads_.get(slice.gathered_rows, device);
+  lists.positions = slice_uploads_.get(slice.positions, device);
+  lists.counts = slice_uploads_.get(slice.counts, device);
   return lists;
 }
 
@@ -198,7 +198,7 @@ const index::DiagonalBitmap& IndexPlan::bitmap() {
 
 const index::ColumnPlan& IndexPlan::column_plan(int num_kv_heads, int64_t max_rows_per_rank) {
   if (!column_plan_ || plan_kv_heads_ != num_kv_heads || plan_max_rows_ != max_rows_per_rank) {
-    uploads_.clear();  // of slices that go now
+    slice_uploads_.clear();  // of slices that go now
     column_plan_ = index::plan_columns(index(), layout_, num_kv_heads, max_rows_per_rank);
     plan_kv_heads_ = num_kv_heads;
     plan_max_rows_ = max_rows_per_rank;
@@ -233,7 +233,7 @@ int64_t IndexPlan::column_pairs(int source_rank) {
 }
 
 int64_t IndexPlan::bytes() const {
-  int64_t bytes = uploads_.bytes() + (made_ ? made_->bytes() : 0);
+  int64_t bytes = uploads_.bytes() + slice_uploads_.bytes() + (made_ ? made_->bytes() : 0);
   for (const BlocksByKey& by_key : blocks_by_key_) {
     if (by_key.row_begin.defined())
       bytes += static_cast<int64_t>(by_key.row_begin.nbytes() + by_key.query_blocks.nbytes());

@@ -88,6 +88,7 @@ class IndexPlan {
   int union_kv_heads_ = 0;
   std::vector<int64_t> block_pairs_, column_pairs_;  // by source rank; empty: not counted yet
   ListUploads uploads_;
+  ListUploads slice_uploads_;  // apart: a launch may hold the others when slices change
 };
 
 /// Plans by index object: a layer's forward, recomputation and backward pass the same index and find its plan. Forgets plans

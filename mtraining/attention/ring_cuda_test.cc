@@ -5,6 +5,8 @@
 #include <c10/cuda/CUDAGuard.h>
 #include <gtest/gtest.h>
 
+#include <cmath>
+#include <limits>
 #include <map>
 #include <mutex>
 #include <set>
@@ -162,9 +164,29 @@ TEST(RingOnGpu, EqualsTheOracleOverEveryRing) {
       options.deterministic = turn % 2 == 0;
       ++turn;
       SCOPED_TRACE(to_string(problem_options) + ", " + testing::to_string(options));
-      ASSERT_EQ(compare_with_truth(run_ring_on_gpu(problem, options), problem).fault, "");
+      EXPECT_EQ(compare_with_truth(run_ring_on_gpu(problem, options), problem).fault, "");
     }
   }
+}
+
+/// Distance from the truth over its length, of a whole tensor. Rows that weights cancel in can be as far off as they are long: dq of
+/// dense attention in bf16 has such rows, torch's own too.
+double distance(const std::vector<double>& got, const std::vector<double>& truth) {
+  double difference = 0, length = 0;
+  for (size_t i = 0; i < truth.size(); ++i) {
+    difference += (got[i] - truth[i]) * (got[i] - truth[i]);
+    length += truth[i] * truth[i];
+  }
+  return std::isfinite(difference) ? std::sqrt(difference / length)
+                                   : std::numeric_limits<double>::infinity();
+}
+void expect_near_truth(const Solution& got, const RingProblem& problem) {
+  const Solution& truth = problem.truth();
+  EXPECT_LT(distance(got.out, truth.out), 0.01);
+  EXPECT_LT(distance(got.lse, truth.lse), 1e-3);
+  EXPECT_LT(distance(got.dq, truth.dq), 0.02);
+  EXPECT_LT(distance(got.dk, truth.dk), 0.02);
+  EXPECT_LT(distance(got.dv, truth.dv), 0.02);
 }
 
 TEST(RingOnGpu, AStaleOrSwappedShardWouldShow) {
@@ -180,15 +202,12 @@ TEST(RingOnGpu, AStaleOrSwappedShardWouldShow) {
     options.ring = shape.ring;
     options.inner = shape.inner;
     options.ring_stride = shape.stride;
+    SCOPED_TRACE(testing::to_string(options));
     // Where links are slow, whoever does not wait for a transfer reads what was there before.
-    EXPECT_EQ(compare_with_truth(
-                  run_ring_on_gpu(
-                      problem, options,
-                      {.current_stream = {}, .inner_bytes_per_s = 1e9, .outer_bytes_per_s = 2e8}),
-                  problem)
-                  .fault,
-              "")
-        << testing::to_string(options);
+    expect_near_truth(
+        run_ring_on_gpu(problem, options,
+                        {.current_stream = {}, .inner_bytes_per_s = 1e9, .outer_bytes_per_s = 2e8}),
+        problem);
   }
 }
 
@@ -283,7 +302,8 @@ TEST(RingOnGpu, DenseAloneIsTorchsAndIsTheOracle) {
               ring_backward(context, in.dout, in.q, in.k, in.v, forward.out, forward.lse, dense, 0);
           testing::put_rank({forward, backward}, problem, context.layout(), 0, whole);
         });
-        EXPECT_EQ(compare_with_truth(whole, problem).fault, "") << seq_len << " " << head_dim;
+        SCOPED_TRACE(concat(seq_len, " ", head_dim));
+        expect_near_truth(whole, problem);
       }
     }
   }
