@@ -12,6 +12,7 @@
 #include "cli/config_file.h"
 #include "mtraining/base/check.h"
 #include "mtraining/kernels/dispatch.h"
+#include "mtraining/kernels/launch.h"
 #include "mtraining/layout/layout.h"
 #include "mtraining/topology/rendezvous.h"
 
@@ -67,13 +68,15 @@ std::string memory_text(const train::RunConfig& config, int ranks) {
                 size_text(state));
 }
 
-std::string kernel_text(const train::RunConfig& config) {
-  std::string text = "# kernels on the CPU:";
+std::string kernel_text(const train::RunConfig& config, at::Device device) {
+  std::string text =
+      device.is_cpu() ? "# kernels on the CPU:" : concat("# kernels on ", device, ":");
   for (const auto direction : {kernels::Direction::kForward, kernels::Direction::kBackward}) {
     kernels::Request request;
     request.direction = direction;
     request.dtype = kernel_dtype(config.model.dtype);
     request.head_dim = config.model.head_dim;
+    if (!device.is_cpu()) request.device = kernels::current_cuda_device();
     const kernels::Choice choice = kernels::choose(request);
     text += concat(direction == kernels::Direction::kForward ? " " : ", ",
                    kernels::to_string(direction), " ", kernels::to_string(choice.backend), " ",
@@ -130,7 +133,7 @@ void print_dry_run(const train::RunConfig& config, const train::ResolvedRun& res
       resolved.steps * step_tokens, " in all\n# shard: ", layout.tokens_per_rank(),
       " tokens a rank (", layout.padded_len() - layout.seq_len(), " of padding a sequence)\n",
       "# model: ", count_parameters(config.model), " parameters\n",
-      memory_text(config, launch.world_size), "\n", kernel_text(config), "\n",
+      memory_text(config, launch.world_size), "\n", kernel_text(config, resolved.device), "\n",
       start_text(start, config.out), "\n");
   std::cout << to_toml(config) << "\n" << facts;
   for (const std::string& notice : start.notices) std::cout << "# " << notice << "\n";

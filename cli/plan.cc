@@ -275,6 +275,11 @@ sim::RunShape run_shape(const train::RunConfig& config, const train::ResolvedRun
           .inner = config.attention.inner,
           .ring_stride = config.attention.ring_stride,
           .prefetch_steps = config.attention.prefetch_steps,
+          .launch_shards =
+              config.attention.launch_shards > 0
+                  ? config.attention.launch_shards
+                  : ring::chosen_launch_shards(config.attention.ring, resolved.topology,
+                                               config.train.device == train::DeviceKind::kCuda),
           .layout = config.attention.layout,
           .stripe = config.attention.stripe,
           .columns_once = config.attention.columns == attention::ColumnMode::kOnce &&
@@ -286,6 +291,8 @@ sim::RunShape run_shape(const train::RunConfig& config, const train::ResolvedRun
           .zero = config.parallel.zero,
           .offload_optimizer = config.parallel.offload_optimizer,
           .recompute = recompute(),
+          .recompute_span = config.train.recompute_span,
+          .offload_layers = config.train.offload_layers,
           .mlp_tile = config.train.mlp_tile,
           .loss_chunk = config.train.loss_chunk};
 }

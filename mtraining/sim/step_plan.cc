@@ -16,6 +16,8 @@ constexpr int64_t kStateBytes = 4;  // out, lse, gradients of attention; masters
 /// Gradients that travel together, and how many such buckets are under way.
 constexpr int64_t kBucketBytes = int64_t{32} << 20;
 constexpr int64_t kBucketsUnderWay = 2;
+/// Tokens of a run of a GPU's MLP without tiles (model/device_layer.h).
+constexpr int64_t kMlpRunOnGpu = 32768;
 
 int64_t tokens_of(const RunShape& run) {
   return layout_of(run).tokens_per_rank() * run.micro_batch;
@@ -70,7 +72,8 @@ ring::ScheduleOptions schedule_of(const RunShape& run) {
           .ring = run.ring,
           .inner = run.inner,
           .ring_stride = run.ring == ring::RingKind::kFlat ? run.ring_stride : 1,
-          .prefetch_steps = run.prefetch_steps};
+          .prefetch_steps = run.prefetch_steps,
+          .launch_shards = run.launch_shards};
 }
 
 int64_t layer_activation_bytes(const DecoderSizes& m, const RunShape& run) {
@@ -81,7 +84,7 @@ int64_t layer_activation_bytes(const DecoderSizes& m, const RunShape& run) {
   if (run.mlp_tile == 0) elements += 2 * m.intermediate_size;
   int64_t bytes = elements * run.element_bytes + (m.num_q_heads + 2) * kStateBytes;
   // Norms that are no single kernel also keep the value before the weight, and in low precision their input in float32.
-  if (!run.fused_norms) {
+  if (!run.on_gpu) {
     bytes += 2 * m.hidden_size * run.element_bytes;
     if (is_low_precision(run)) bytes += 2 * m.hidden_size * kStateBytes;
   }
@@ -111,47 +114,83 @@ int64_t ring_buffer_bytes(const DecoderSizes& m, const RunShape& run) {
   const int64_t grad_state = 2 * n * m.num_kv_heads * m.head_dim * kStateBytes;
   bytes += backward.num_grad_slots * grad_state;
   if (run.wire_element_bytes != kStateBytes) bytes += backward.num_grad_slots * sizes.grad_bytes();
-  bytes += q_bytes;                             // dq
-  bytes += n * m.num_q_heads * kStateBytes;     // delta
-  if (is_low_precision(run)) bytes += q_bytes;  // out
+  bytes += q_bytes;                          // dq, and in low precision forward's out in its place
+  bytes += n * m.num_q_heads * kStateBytes;  // delta
   return bytes;
 }
+
+KeptBytes kept_bytes(const DecoderSizes& m, const RunShape& run) {
+  const int64_t kept = kept_layer_bytes(m, run);
+  // Of a layer that is not its span's first attention's result alone.
+  const int64_t later = kept - tokens_of(run) * m.hidden_size * run.element_bytes;
+  KeptBytes bytes;
+  for (int64_t first = 0; first < m.num_layers; first += run.recompute_span) {
+    const int64_t span = std::min(run.recompute_span, m.num_layers - first);
+    (first < run.offload_layers ? bytes.host : bytes.device) += kept + (span - 1) * later;
+  }
+  // Spans that are on their way: one goes back, one is being brought.
+  if (bytes.host > 0)
+    bytes.device += std::min<int64_t>(bytes.host, 2 * (kept + (run.recompute_span - 1) * later));
+  return bytes;
+}
+
+namespace {
+
+/// Gradients as autograd has them, until they are added up or sent.
+int64_t gradients_under_way(const DecoderSizes& m, const RunShape& run) {
+  if (run.zero == 0 && run.element_bytes == kStateBytes && run.grad_element_bytes == kStateBytes)
+    return 0;  // they are added where they lie
+  // A span's own, and the head's, which waits for the embedding's where they are one.
+  int64_t bytes = run.recompute_span * layer_parameters(m) * run.element_bytes;
+  if (m.tied) bytes += head_elements(m) * run.element_bytes;
+  if (run.zero != 0)
+    bytes += kBucketsUnderWay * (kBucketBytes + divided(kBucketBytes, run.ranks()));
+  return bytes;
+}
+
+/// The layer that backward is in: its activations again, their gradients, one tile of the MLP.
+int64_t working_bytes(const DecoderSizes& m, const RunShape& run) {
+  const int64_t n = tokens_of(run), input = n * m.hidden_size * run.element_bytes;
+  const int64_t attended = n * m.num_q_heads * m.head_dim * run.element_bytes;
+  const int64_t layer = layer_activation_bytes(m, run);
+  const int64_t again = run.recompute == RecomputeMode::kNone ? 0 : layer;
+  if (!run.on_gpu) {
+    const int64_t tile = run.mlp_tile == 0 ? n : std::min(n, run.mlp_tile);
+    const int64_t mlp_work = 4 * tile * m.intermediate_size * run.element_bytes;
+    return again + (run.mlp_tile == 0 ? 0 : mlp_work) + mlp_work / 2 + 2 * input;
+  }
+  const int64_t tile = std::min(n, run.mlp_tile == 0 ? kMlpRunOnGpu : run.mlp_tile);
+  const int64_t mlp = 3 * tile * m.intermediate_size * run.element_bytes;
+  // The layer's input is among what is kept, or has been made again for a span; attention's result too where it is kept.
+  int64_t kept_already = 0;
+  if (run.recompute == RecomputeMode::kExceptAttention)
+    kept_already = kept_layer_bytes(m, run) - input;
+  int64_t bytes = again - kept_already + (run.recompute_span - 1) * input;
+  if (run.recompute != RecomputeMode::kNone) bytes -= input;
+  bytes +=
+      2 * input +
+      std::max(attended, mlp);  // gradients of the layer's output and of the sum after attention
+  if (tile < n) bytes += 3 * m.hidden_size * m.intermediate_size * kStateBytes;
+  return bytes;
+}
+
+}  // namespace
 
 std::vector<MemoryItem> memory_plan(const DecoderSizes& m, const RunShape& run) {
   const int64_t parameters = total_parameters(m), n = tokens_of(run);
   const int64_t owned = run.zero == 0 ? parameters : divided(parameters, run.ranks());
   const bool views = run.zero == 0 && run.element_bytes == kStateBytes;
-  const bool same_grad = run.grad_element_bytes == run.element_bytes;
+  const int64_t input = n * m.hidden_size * run.element_bytes;
   std::vector<MemoryItem> items;
   items.push_back({"weights", parameters * run.element_bytes});
   items.push_back({"gradients", owned * run.grad_element_bytes});
-  int64_t under_way = 0;
-  if (run.zero == 0) {
-    // What autograd leaves on parameters of another type until it is added up.
-    // They grow as the kept activations go.
-    if (!same_grad) {
-      under_way = std::max<int64_t>(
-          0, parameters * run.element_bytes - m.num_layers * kept_layer_bytes(m, run));
-    }
-  } else {
-    // A layer's and the embedding's own, which comes last, and buckets that travel.
-    under_way = (layer_parameters(m) + head_elements(m)) * run.element_bytes +
-                kBucketsUnderWay * (kBucketBytes + divided(kBucketBytes, run.ranks()));
-  }
-  items.push_back({"gradients under way", under_way});
   // float32 weights that are not divided are the masters themselves.
   items.push_back({"master weights", views && !run.offload_optimizer ? 0 : owned * kStateBytes,
                    run.offload_optimizer});
   items.push_back({"optimizer moments", 2 * owned * kStateBytes, run.offload_optimizer});
-  items.push_back({"activations kept", m.num_layers * kept_layer_bytes(m, run)});
-  // The layer that backward is in: its activations again, and their gradients beside them (about as much as its largest tensors).
-  const int64_t layer = layer_activation_bytes(m, run);
-  const int64_t tile = run.mlp_tile == 0 ? n : std::min(n, run.mlp_tile);
-  const int64_t mlp_work = 4 * tile * m.intermediate_size * run.element_bytes;
-  items.push_back(
-      {"activations of the layer at work", (run.recompute == RecomputeMode::kNone ? 0 : layer) +
-                                               (run.mlp_tile == 0 ? 0 : mlp_work) + mlp_work / 2 +
-                                               2 * n * m.hidden_size * run.element_bytes});
+  const KeptBytes kept = kept_bytes(m, run);
+  items.push_back({"activations kept", kept.device});
+  if (kept.host > 0) items.push_back({"activations kept in host memory", kept.host, true});
   items.push_back({"attention buffers", ring_buffer_bytes(m, run)});
   if (run.columns_once && run.topology.cp_size() > 1) {
     // Two slices of gathered K and V rows and, in backward, of their float32 gradients.
@@ -161,14 +200,28 @@ std::vector<MemoryItem> memory_plan(const DecoderSizes& m, const RunShape& run) 
     items.push_back({"gathered columns", 2 * 2 * rows * m.head_dim * run.element_bytes +
                                              2 * rows * m.head_dim * kStateBytes});
   }
-  const int64_t chunk = std::min(run.loss_chunk, n);
-  // A chunk of logits with its exponentials; the head and its gradient in float32, and that gradient once more in the head's type.
-  items.push_back({"logits chunk", 2 * chunk * m.vocab_size * kStateBytes});
-  items.push_back(
-      {"head in float32", (is_low_precision(run) ? 1 : 0) * head_elements(m) * kStateBytes +
+  // Ids, labels, positions; the rotary tables, with temporaries of theirs.
+  if (run.on_gpu)
+    items.push_back({"tokens and rotary tables", n * (24 + m.head_dim * kStateBytes)});
+  const int64_t chunk = std::min(run.loss_chunk, n) * m.vocab_size * kStateBytes;
+  const bool copied = is_low_precision(run) && !run.on_gpu;
+  const std::vector<MemoryItem> of_loss = {
+      // A chunk of logits, on a CPU with its exponentials.
+      {"logits chunk", run.on_gpu ? chunk : 2 * chunk},
+      {"head in float32", (copied ? 1 : 0) * head_elements(m) * kStateBytes +
                               head_elements(m) * kStateBytes +
-                              (is_low_precision(run) ? head_elements(m) * run.element_bytes : 0) +
-                              n * m.hidden_size * run.element_bytes});
+                              (is_low_precision(run) ? head_elements(m) * run.element_bytes : 0)},
+      // The last norm's input and output and the gradient of that.
+      {"activations of the head", run.on_gpu ? 3 * input : input}};
+  const std::vector<MemoryItem> of_layer = {
+      {"gradients under way", gradients_under_way(m, run)},
+      {"activations of the layer at work", working_bytes(m, run)}};
+  const auto add = [&](const std::vector<MemoryItem>& more) {
+    items.insert(items.end(), more.begin(), more.end());
+  };
+  // On a CPU the allocator's peak was seen to hold both.
+  if (!run.on_gpu || device_bytes(of_loss) >= device_bytes(of_layer)) add(of_loss);
+  if (!run.on_gpu || device_bytes(of_loss) < device_bytes(of_layer)) add(of_layer);
   return items;
 }
 

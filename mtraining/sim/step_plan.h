@@ -38,7 +38,7 @@ struct RunShape {
   topology::Topology topology;  ///< of one context-parallel group
   ring::RingKind ring = ring::RingKind::kHierarchical;
   ring::InnerKind inner = ring::InnerKind::kGather;
-  int ring_stride = 1, prefetch_steps = 2;
+  int ring_stride = 1, prefetch_steps = 2, launch_shards = 1;
   layout::LayoutKind layout = layout::LayoutKind::kBlockStriped;
   int64_t stripe = 64;
   bool columns_once = true;
@@ -49,9 +49,11 @@ struct RunShape {
   int zero = 0;
   bool offload_optimizer = false;
   RecomputeMode recompute = RecomputeMode::kNone;
+  int64_t recompute_span = 1;
+  int64_t offload_layers = 0;
   int64_t mlp_tile = 0;
   int64_t loss_chunk = 1024;
-  bool fused_norms = true;  ///< one kernel, as on GPUs; false: as torch computes them on a CPU
+  bool on_gpu = true;  ///< false: as torch computes on a CPU
 
   int ranks() const { return topology.cp_size() * dp_size; }
 };
@@ -63,13 +65,18 @@ struct MemoryItem {
   int64_t bytes = 0;
   bool on_host = false;
 };
-/// Of one rank, at the peak. Order: largest lists last are the caller's affair.
+/// Of one rank, at the peak: while the loss is computed or while the last layer goes back, whichever needs more.
 std::vector<MemoryItem> memory_plan(const DecoderSizes& model, const RunShape& run);
 int64_t device_bytes(const std::vector<MemoryItem>& items);
 /// What autograd keeps of one layer for its backward, without recomputation: bytes of a rank.
 int64_t layer_activation_bytes(const DecoderSizes& model, const RunShape& run);
-/// What one layer keeps between its forward and its backward under run.recompute.
+/// What one layer keeps between its forward and its backward under run.recompute; the first of a span where several are one.
 int64_t kept_layer_bytes(const DecoderSizes& model, const RunShape& run);
+/// The same of all layers: on the device, and in host memory.
+struct KeptBytes {
+  int64_t device = 0, host = 0;
+};
+KeptBytes kept_bytes(const DecoderSizes& model, const RunShape& run);
 /// Slots of the rings and float32 state that all layers share; gathered columns apart.
 int64_t ring_buffer_bytes(const DecoderSizes& model, const RunShape& run);
 

@@ -59,6 +59,7 @@ void check_attention(const RunConfig& config) {
   MT_CHECK_ARG(a.stripe >= layout::kBlock && a.stripe % layout::kBlock == 0,
                "attention.stripe: expected a multiple of ", layout::kBlock, ", got ", a.stripe);
   at_least("attention.prefetch_steps", a.prefetch_steps, 1);
+  at_least("attention.launch_shards", a.launch_shards, 0);
   at_least("attention.sm_margin", a.sm_margin, 0);
   at_least("attention.ring_stride", a.ring_stride, 1);
 }
@@ -94,6 +95,11 @@ ResolvedRun resolve(RunConfig& config, const topology::LaunchEnvironment& launch
   MT_CHECK_ARG(train.offload_layers == 0 || train.recompute != Recompute::kNone,
                "train.offload_layers: expected 0 where train.recompute = \"none\", got ",
                train.offload_layers);
+  at_least("train.recompute_span", train.recompute_span, 1);
+  at_most("train.recompute_span", train.recompute_span, config.model.num_hidden_layers);
+  MT_CHECK_ARG(train.recompute_span == 1 || train.recompute != Recompute::kNone,
+               "train.recompute_span: expected 1 where train.recompute = \"none\", got ",
+               train.recompute_span);
   at_least("parallel.optimizer_threads", config.parallel.optimizer_threads, 0);
   at_most("parallel.optimizer_threads", config.parallel.optimizer_threads, 1024);
   MT_CHECK_SUPPORTED(train.device != DeviceKind::kCuda || config.model.dtype == at::kBFloat16,
@@ -199,6 +205,7 @@ attention::RingOptions ring_options(const RunConfig& config, const ResolvedRun& 
   options.inner = a.inner;
   options.ring_stride = a.ring_stride;
   options.prefetch_steps = a.prefetch_steps;
+  options.launch_shards = a.launch_shards;
   options.columns = a.columns;
   options.gradient_transport = a.gradient_transport;
   options.deterministic = a.deterministic;

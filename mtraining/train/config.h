@@ -70,6 +70,7 @@ struct AttentionSection : PatternSection {
   ring::InnerKind inner = ring::InnerKind::kGather;
   int ring_stride = 1;
   int prefetch_steps = 2;
+  int launch_shards = 0;  ///< arrived shards that a launch takes; 0: chosen (ring_attention.h)
   attention::ColumnMode columns = attention::ColumnMode::kOnce;
   attention::GradientTransport gradient_transport = attention::GradientTransport::kFloat32;
   bool deterministic = true;
@@ -91,6 +92,7 @@ struct TrainSection {
   double stop_grace_s = 20;
   bool preflight = true;
   Recompute recompute = Recompute::kNone;
+  int64_t recompute_span = 1;  ///< neighbouring layers that keep one input together
   /// The first so many layers keep what recompute keeps in host memory between forward and backward.
   int64_t offload_layers = 0;
   int64_t mlp_tile = 0;       ///< tokens of one tile of the MLP, recomputed in backward; 0: off

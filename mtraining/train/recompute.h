@@ -6,6 +6,9 @@
 // kernels and their ring run once, in forward, and the second run makes q, k and v by projection alone. The index is never made
 // again: the second run's scores might choose otherwise. A layer is one autograd function whose inputs are h and the layer's
 // parameters; its backward builds the layer's graph afresh and differentiates that, so that every mode gives the same bits.
+// A span of several layers is one function that keeps the first one's input; its backward makes the other inputs again, one after
+// the other, and then goes back through the layers, each as above: one more forward of all layers but the last, for a span-th of
+// what is kept.
 // Works inside a data- or context-parallel run: all ranks of a group run the same layers a second time in the same order.
 // Source: paper section 4 (activation recomputation).
 #pragma once
@@ -39,9 +42,10 @@ struct TwiceAttend {
       again;
 };
 
-/// The decoder and `host` must outlive the graph. `observe` hears of the second runs as part "recompute". Layers that `host` holds
+/// Spans begin at multiples of `span`. The decoder and `host` must outlive the graph. `observe` hears of the second runs as part "recompute". Layers that `host` holds
 /// (null: none) keep there what the mode keeps. Errors: InternalError for kNone, which needs none of this.
 model::RunLayer recomputed_layers(const model::Decoder& decoder, Recompute mode, TwiceAttend attend,
-                                  model::PartObserver observe = {}, HostLayers* host = nullptr);
+                                  model::PartObserver observe = {}, HostLayers* host = nullptr,
+                                  int64_t span = 1);
 
 }  // namespace mtraining::train

@@ -29,6 +29,7 @@ struct Pass {
   const char* architecture = "qwen2";
   Recompute mode = Recompute::kNone;
   int64_t mlp_tile = 0, layers = 2, length = kLength;
+  int64_t span = 1, host_layers = 0;
 };
 
 struct PassResult {
@@ -95,6 +96,7 @@ PassResult run_pass(comm::Transport& transport, int ranks_per_node, const Pass& 
   request.patterns.assign(pass.layers, pattern);
   if (pass.documents) request.document_starts = starts;
 
+  HostLayers host(at::kCPU, pass.host_layers);
   TensorMemory memory;
   const TensorMemory::Scope scope(memory);
   for (int micro = 0; micro < 2; ++micro) {
@@ -102,7 +104,8 @@ PassResult run_pass(comm::Transport& transport, int ranks_per_node, const Pass& 
     const model::RunLayer run_layer =
         pass.mode == Recompute::kNone
             ? decoder.layers_with(layers.attend(request))
-            : recomputed_layers(decoder, pass.mode, layers.attend_twice(request));
+            : recomputed_layers(decoder, pass.mode, layers.attend_twice(request), {}, &host,
+                                pass.span);
     const at::Tensor hidden = decoder.forward(ids, at::tensor(positions), run_layer);
     result.kept_bytes = memory.live_bytes() - before;
     const SummedLoss loss =
@@ -163,6 +166,38 @@ TEST(Recompute, EveryModeAndTheTiledMlpGiveTheSameBits) {
   }
 }
 
+TEST(Recompute, SpansOfLayersAndHostMemoryGiveTheSameBits) {
+  for (const int ranks : {1, 2}) {
+    comm::run_loopback(ranks, [&](comm::Transport& transport) {
+      Pass pass{.dtype = at::kBFloat16, .documents = true, .layers = 5};
+      const PassResult none = run_pass(transport, ranks, pass);
+      for (const Recompute mode : kModes) {
+        for (const int64_t span : {1, 2, 3, 5}) {
+          pass.mode = mode;
+          pass.span = span;
+          pass.host_layers = span;  // the first span, and with 1, 2, 3 layers not the others
+          SCOPED_TRACE(concat("mode ", static_cast<int>(mode), ", span ", span));
+          expect_same_bits(run_pass(transport, ranks, pass), none);
+        }
+      }
+    });
+  }
+}
+
+TEST(Recompute, ASpanRunsAllItsLayersButTheLastOnceMore) {
+  comm::run_loopback(1, [&](comm::Transport& transport) {
+    const auto forwards = [&](int64_t span) {
+      return run_pass(transport, 1, {.mode = Recompute::kLayer, .layers = 6, .span = span})
+          .events.at("forward");
+    };
+    const int once = forwards(1) / 2;  // forward, and again in backward
+    for (const int64_t span : {2, 3, 4, 6}) {
+      const int64_t spans = (6 + span - 1) / span;
+      EXPECT_EQ(6 * forwards(span), once * (6 * 2 + (6 - spans))) << span;
+    }
+  });
+}
+
 TEST(Recompute, EveryFamilyOfModelsGivesTheSameBits) {
   for (const char* architecture : {"qwen3", "llama"}) {
     SCOPED_TRACE(architecture);
@@ -217,6 +252,16 @@ TEST(Recompute, WhatIsKeptPerLayerIsTheInputAndWithItAttentionsResult) {
       const double layer = kept_per_layer(Recompute::kLayer, 0);
       EXPECT_NEAR(layer / input, 1, 0.02) << dtype;
       const double except_attention = kept_per_layer(Recompute::kExceptAttention, 0);
+      const auto kept_of_spans = [&](int64_t spans) {
+        return static_cast<double>(run_pass(transport, 1,
+                                            {.dtype = dtype,
+                                             .mode = Recompute::kLayer,
+                                             .layers = 2 * spans,
+                                             .length = 640,
+                                             .span = 2})
+                                       .kept_bytes);
+      };
+      EXPECT_NEAR((kept_of_spans(4) - kept_of_spans(1)) / 3 / input, 1, 0.02) << dtype;
       const double residual = dtype == at::kFloat ? 0 : out;
       EXPECT_NEAR(except_attention / (input + out + residual + lse), 1, 0.02) << dtype;
       const double none = kept_per_layer(Recompute::kNone, 0);

@@ -85,6 +85,7 @@ last_q = 32
 sink_tokens = 8
 
 [train]
+device = "cpu"
 seq_len = 256
 steps = 3
 

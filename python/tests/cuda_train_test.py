@@ -168,6 +168,7 @@ RECOMPUTED = [
     ("--train.recompute", "except_attention"),
     ("--train.recompute", "layer", "--train.offload_layers", "3"),
     ("--train.recompute", "except_attention", "--train.offload_layers", "4"),
+    ("--train.recompute", "layer", "--train.recompute_span", "3", "--train.offload_layers", "1"),
 ]
 
 
@@ -177,13 +178,23 @@ def test_what_is_made_again_or_kept_in_host_memory_has_the_same_bits(runs, flags
     assert weights(runs.out(*CUDA, *flags)) == weights(runs.out(*CUDA))
 
 
-def test_recomputation_and_offload_save_memory(runs):
-    def peak(*flags):
-        return runs.rows(*CUDA, *flags)[-1]["peak_tensor_bytes"]
+LONG = ("--train.seq_len", "16384", "--train.steps", "5", "--data.valid", "[]")
 
-    layer, kept, away = peak(*RECOMPUTED[0]), peak(*RECOMPUTED[1]), peak(*RECOMPUTED[2])
-    assert peak() > kept > layer, (peak(), kept, layer)
-    assert away <= layer, (away, layer)
+
+def test_recomputation_spans_and_host_memory_save_memory(runs):
+    def peak(*flags):
+        return runs.rows(*CUDA, *LONG, "--train.mlp_tile", "2048", *flags)[-1]["peak_tensor_bytes"]
+
+    kept = [
+        peak(),
+        peak("--train.recompute", "except_attention"),
+        peak("--train.recompute", "layer"),
+        peak("--train.recompute", "layer", "--train.recompute_span", "2"),
+    ]
+    assert kept == sorted(kept, reverse=True), kept
+    assert kept[3] < 0.8 * kept[0], kept
+    away = peak("--train.recompute", "except_attention", "--train.offload_layers", "4")
+    assert away < kept[1], (away, kept)
 
 
 @pytest.mark.parametrize(
@@ -197,19 +208,19 @@ def test_recomputation_and_offload_save_memory(runs):
 )
 def test_where_the_optimizer_lives_changes_little(runs, flags):
     """torch's update on the host rounds otherwise than on the device."""
-    np.testing.assert_allclose(runs.losses(*CUDA, *flags), runs.losses(*CUDA), rtol=2e-4)
+    np.testing.assert_allclose(runs.losses(*CUDA, *flags), runs.losses(*CUDA), rtol=1e-3)
 
 
 @pytest.mark.parametrize(
     "flags", [(), ("--train.recompute", "layer", "--train.offload_layers", "2")]
 )
 def test_memory_does_not_grow_with_steps(runs, flags):
-    dense = (*CUDA, "--attention.pattern", "dense", *flags)
-    peaks = [row["peak_tensor_bytes"] for row in runs.rows(*dense)]
-    reserved = [row["peak_memory_bytes"] for row in runs.rows(*dense)]
-    assert peaks[1] == peaks[4] == peaks[19], peaks
-    assert reserved[1] == reserved[4] == reserved[19], reserved
-    assert reserved[4] >= peaks[4]
+    steps = runs.rows(*CUDA, *LONG, *flags)
+    # The allocator may give a tensor up to 1 MiB more than it needs.
+    for key in ("peak_tensor_bytes", "peak_memory_bytes"):
+        peaks = [row[key] for row in steps]
+        assert abs(peaks[4] - peaks[1]) <= 0.01 * peaks[1], (key, peaks)
+    assert steps[4]["peak_memory_bytes"] >= steps[4]["peak_tensor_bytes"]
 
 
 def test_accumulation_and_bf16_gradients(runs):
@@ -234,3 +245,42 @@ def test_more_ranks_than_gpus_are_refused(runs):
 def test_float32_is_refused_on_a_gpu(runs):
     result = runs.start(runs.folder / "wide", *CUDA, "--model.dtype", "float32")
     assert_one_sentence(result, "train.device", "bf16", "float32")
+
+
+TWO = (*CUDA, "--nproc", "2")
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize(
+    "flags",
+    [
+        (),
+        ("--parallel.zero", "2"),
+        ("--parallel.zero", "2", "--parallel.offload_optimizer", "true"),
+        ("--train.recompute", "layer", "--train.offload_layers", "2", "--parallel.zero", "2"),
+        ("--attention.ring", "flat", "--attention.stripe", "128"),
+    ],
+)
+def test_two_gpus_have_the_losses_of_one(runs, flags):
+    """One sequence over both, over NCCL."""
+    two, one = runs.losses(*TWO, *flags), runs.losses(*CUDA)
+    np.testing.assert_allclose(two, one, rtol=1e-3)
+
+
+@pytest.mark.multi_gpu
+def test_two_gpus_with_a_sequence_each_have_the_losses_of_one(runs):
+    batch = ("--train.global_batch_size", "2")
+    split = (*batch, "--parallel.dp_size", "2", "--parallel.zero", "2")
+    np.testing.assert_allclose(runs.losses(*TWO, *split), runs.losses(*CUDA, *batch), rtol=1e-3)
+
+
+@pytest.mark.multi_gpu
+def test_two_gpus_repeat_and_resume_bit_by_bit(runs):
+    flags = (*TWO, "--parallel.zero", "2")
+    out = runs.folder / "resumed_on_two"
+    half = runs.start(out, *flags, "--train.steps", "10")
+    assert half.returncode == 0, half.stderr
+    rest = runs.start(out, *flags)
+    assert rest.returncode == 0, rest.stderr
+    assert [row["loss"] for row in rows(out)] == list(runs.losses(*flags))
+    assert weights(out) == weights(runs.out(*flags))

@@ -37,6 +37,7 @@ valid = "{data}"
 pattern = "dense"
 
 [train]
+device = "cpu"
 seq_len = 256
 steps = 3
 preflight = false
