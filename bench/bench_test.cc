@@ -261,7 +261,8 @@ TEST(SampledErrors, SayHowFarEachResultIsOff) {
   const index::Index other = index::make_index(1, 4, seq_len, {{0, 1}, {0}, {0, 2}, {0, 3}},
                                                {{3}, {5}, {}, {1, 2}});  // a column less
   asked.index = &other;
-  for (const auto& [key, value] : errors(exact).items()) EXPECT_GT(value.get<double>(), .05) << key;
+  const Json wrong = errors(exact);
+  for (const auto& [key, value] : wrong.items()) EXPECT_GT(value.get<double>(), 1e-3) << key;
 }
 
 TEST(TorchDevice, NamesOfKernelsAreShort) {

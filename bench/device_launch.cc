@@ -103,7 +103,7 @@ class DeviceLaunch : public AttentionLaunch {
       run_forward();
       run_backward();
     });
-    for (const auto& [key, value] : errors().items()) row[key] = value;
+    row.update(errors());
     row["fwd_kernels"] = kernels_of(device_, [&] { run_forward(); });
     row["bwd_kernels"] = kernels_of(device_, [&] { run_backward(); });
     forget_forward();

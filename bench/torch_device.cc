@@ -16,6 +16,7 @@ namespace mtraining::bench {
 namespace {
 
 void wait_for(at::Device device) {
+  if (device.is_cpu()) return;
   c10::impl::VirtualGuardImpl(device.type()).synchronizeDevice(device.index());
 }
 
