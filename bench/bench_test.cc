@@ -258,8 +258,8 @@ TEST(SampledErrors, SayHowFarEachResultIsOff) {
   off("dq_error", &ComputedAttention::dq);
   off("dk_error", &ComputedAttention::dk);
   off("dv_error", &ComputedAttention::dv);
-  const index::Index other = index::make_index(1, 4, seq_len, {{0, 1}, {0}, {0, 2}, {0, 3}},
-                                               {{3}, {5}, {}, {1, 2}});  // a column less
+  const index::Index other =  // a column and a diagonal less
+      index::make_index(1, 4, seq_len, {{0, 1}, {0}, {0, 2}, {0}}, {{3}, {5}, {}, {1, 2}});
   asked.index = &other;
   const Json wrong = errors(exact);
   for (const auto& [key, value] : wrong.items()) EXPECT_GT(value.get<double>(), 1e-3) << key;
