@@ -131,8 +131,12 @@ def ring_attention(
     if group is not None and device_mesh is not None:
         raise ValueError("ring_attention: expected group or device_mesh, got both")
     ranks = ranks_of(device_mesh if device_mesh is not None else group)
-    if q.dim() != 4:
-        raise ValueError(f"q: expected [B, S_local, H, D], got {list(q.shape)}")
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dim() != 4 or 0 in x.shape:
+            heads = "H" if name == "q" else "Hk"
+            raise ValueError(
+                f"{name}: expected [B, S_local, {heads}, D] with none of them 0, got {list(x.shape)}"
+            )
     if q.device.type not in ("cpu", "cuda"):
         raise NotImplementedError(f"q: expected a tensor on cpu or cuda, got one on {q.device}")
     if seq_len is None:

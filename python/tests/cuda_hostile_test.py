@@ -99,6 +99,10 @@ def assert_right(q, k, v, pattern=SPARSE, **options):
     wanted = [want, *torch.autograd.grad(want, exact, weight.double())]
     for a, b, c, name in zip(got, rough, wanted, ("out", "dq", "dk", "dv"), strict=True):
         error, allowed = (a.double() - c).norm(), 2 * (b.double() - c).norm() + 2e-3 * c.norm()
+        if name in ("dq", "dk"):  # dout . v less dout . out, which is kept in 16 bits of its dtype
+            sizes = weight.double().norm(dim=-1) * want.norm(dim=-1)
+            most = max(x.double().norm(dim=-1).max() for x in given[:2])
+            allowed = allowed + 2**-19 * sizes.norm() * most * (scale or q.shape[-1] ** -0.5)
         assert error <= allowed + 1e-6, (name, error.item(), allowed.item(), tuple(q.shape))
 
 
@@ -557,6 +561,7 @@ def test_a_ring_refuses_what_it_cannot_do(alone, plain):
         "v on the host": (q, k, v.cpu()),
         "shorter k": (q, k[:, :192], v),
         "empty": (q[:0], k[:0], v[:0]),
+        "no kv heads": (q, k[:, :, :0], v[:, :, :0]),
         "heads": (q[:, :, :3], k, v),
         "head_dim": tuple(x[..., :12] for x in (q, k, v)),
         "not finite": (q, nan, v),
