@@ -19,15 +19,15 @@ pytestmark = pytest.mark.cuda
 
 CONFIG = """
 [model]
-vocab_size = 512
-hidden_size = 256
-intermediate_size = 704
+vocab_size = 256
+hidden_size = 128
+intermediate_size = 352
 num_hidden_layers = 4
 num_attention_heads = 4
 num_key_value_heads = 2
 head_dim = 64
 initializer_range = 0.05
-embedding_initializer_range = 0.3
+embedding_initializer_range = 0.05
 dtype = "bf16"
 
 [data]
@@ -40,13 +40,13 @@ pattern = "vertical_slash"
 dense_threshold = 1.0
 
 [train]
-seq_len = 2048
+seq_len = 1024
 steps = 20
 preflight = false
 recall_every = 0
 
 [optim]
-lr = 1e-3
+lr = 6e-4
 warmup_steps = 4
 
 [eval]
@@ -64,13 +64,13 @@ class Runs:
         self.binary, self.folder = binary, folder
         self.data = folder / "tokens"
         random = np.random.default_rng(7)
-        ids = random.integers(0, 512, 60_000)
+        ids = random.integers(0, 256, 60_000)
         follows = (
             random.random(ids.size) < 0.7
         )  # a language that a small model learns in a few steps
         for i in range(1, ids.size):
             if follows[i]:
-                ids[i] = (ids[i - 1] * 5 + 3) % 512
+                ids[i] = (ids[i - 1] * 5 + 3) % 256
         write_token_file(self.data, [ids])
         self.config = folder / "small.toml"
         self.config.write_text(CONFIG.format(data=self.data))
