@@ -60,11 +60,16 @@ int bench_train(int argc, char** argv) {
                  text, "'");
     overrides.push_back({text.substr(0, equals), text.substr(equals + 1)});
   }
-  const LoadedConfig loaded = load_config(config, overrides);
-  options.config = loaded.config;
+  if (!device.empty()) overrides.push_back({"train.device", device});
+  LoadedConfig loaded = load_config(config, overrides);
+  topology::LaunchEnvironment launch;
+  launch.world_size = options.ranks.cp_size();
+  launch.local_world_size = options.ranks.cp_size();
   const bench::Provenance from = bench::provenance();
   std::vector<std::string> lines;
   try {
+    choose_device(loaded, launch);
+    options.config = loaded.config;
     lines = bench::bench_train(options, from);
   } catch (const InvalidArgument& error) {
     throw InvalidArgument(with_place(loaded, error.what()));
