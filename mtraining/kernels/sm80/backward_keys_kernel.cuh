@@ -2,7 +2,7 @@
 //
 // In:   BackwardArgs. Out: dk, dv. Next: one instantiation a file, backward_keys_<dtype>_d<head_dim>.cu.
 //
-// Scores are computed transposed, keys x queries, so that P^T and dS^T are left operands from registers.
+// Scores are computed transposed, keys x queries: P^T and dS^T, rounded, are left operands from shared memory.
 #pragma once
 
 #include "mtraining/kernels/sm80/backward_products.cuh"
@@ -21,12 +21,16 @@ struct alignas(16) QueryRowValues {
 template <int kD>
 struct BackwardKeysShape : BackwardShape<kD> {
   using List = KeyList<BackwardShape<kD>::kWarps>;
+  static constexpr int kColumnWarps = BackwardShape<kD>::kWarps / 2;  // that share 32 keys
+  static constexpr int kQueries = 64 / kColumnWarps;                  // queries of a warp's scores
+  static constexpr int kSummed = kD / kColumnWarps;                   // columns of its gradients
   struct Memory {
     typename List::Memory list;
     QueryRowValues values[BackwardShape<kD>::kMaxStages];
   };
   static constexpr int shared_bytes(int stages) {
-    return (2 + 2 * stages) * Tile<kD>::kBytes + static_cast<int>(sizeof(Memory));
+    return (2 + 2 * stages) * Tile<kD>::kBytes + Tile<64>::kBytes +
+           static_cast<int>(sizeof(Memory));
   }
 };
 
@@ -35,13 +39,13 @@ struct BackwardKeys {
   using Shape = BackwardKeysShape<kD>;
   using List = typename Shape::List;
   const BackwardArgs& args;
-  uint32_t keys, values, walked;  // shared addresses
+  uint32_t keys, values, walked, passed;  // shared addresses; passed: P^T, then dS^T of a stage
   typename Shape::Memory& memory;
   List list;
-  int warp, half, lane;
-  float dk[Shape::kSummed / 2], dv[Shape::kSummed / 2];
+  int row, column, summed, lane;  // of the warp: first key, query, gradient column
+  float dk[Shape::kSummed], dv[Shape::kSummed];
   int batch = 0;        // of the item
-  int32_t position[2];  // of rows lane / 4 and 8 below, INT_MAX where there is no key
+  int32_t position[4];  // of rows row + lane / 4 and each 8 below, INT_MAX where there is no key
   float next_lse = 0, next_delta = 0;  // thread r: row r of the stage on its way
   int32_t next_document = 0;
 
@@ -50,11 +54,13 @@ struct BackwardKeys {
         keys(shared_address(shared)),
         values(keys + Tile<kD>::kBytes),
         walked(values + Tile<kD>::kBytes),
-        memory(*reinterpret_cast<typename Shape::Memory*>(shared +
-                                                          (2 + 2 * a.stages) * Tile<kD>::kBytes)),
+        passed(walked + 2 * a.stages * Tile<kD>::kBytes),
+        memory(*reinterpret_cast<typename Shape::Memory*>(
+            shared + (2 + 2 * a.stages) * Tile<kD>::kBytes + Tile<64>::kBytes)),
         list(a, memory.list),
-        warp(threadIdx.x / 32 % 4),
-        half(threadIdx.x / 128),
+        row(threadIdx.x / 32 / Shape::kColumnWarps * 32),
+        column(threadIdx.x / 32 % Shape::kColumnWarps * Shape::kQueries),
+        summed(threadIdx.x / 32 % Shape::kColumnWarps * Shape::kSummed),
         lane(threadIdx.x % 32) {}
 
   // ---- stages ----
@@ -102,19 +108,19 @@ struct BackwardKeys {
 
   /// Waits for stage i; its rows without keys become zeros, whatever was saved for them.
   __device__ __forceinline__ void arrive(int i) {
-    QueryRowValues& row = memory.values[(i & (args.stages - 1))];
+    QueryRowValues& of = memory.values[(i & (args.stages - 1))];
     bool empty = false;
     if (threadIdx.x < 64) {
       empty = next_lse == -INFINITY;
-      row.lse[threadIdx.x] = empty ? INFINITY : next_lse * 1.4426950408889634f;
-      row.delta[threadIdx.x] = empty ? 0 : next_delta;
-      row.document[threadIdx.x] = next_document;
+      of.lse[threadIdx.x] = empty ? INFINITY : next_lse * 1.4426950408889634f;
+      of.delta[threadIdx.x] = empty ? 0 : next_delta;
+      of.document[threadIdx.x] = next_document;
     }
     copy_async_wait<0>();
     if (!__syncthreads_or(empty)) return;
     for (int x = threadIdx.x; x < 64 * Tile<kD>::kChunks; x += Shape::kThreads) {
       const int r = x / Tile<kD>::kChunks;
-      if (row.lse[r] != INFINITY) continue;
+      if (of.lse[r] != INFINITY) continue;
       const uint32_t at = queries(i) + x * 16;
       store_shared_v4(at, make_uint4(0, 0, 0, 0));
       store_shared_v4(at + Tile<kD>::kBytes, make_uint4(0, 0, 0, 0));
@@ -124,78 +130,86 @@ struct BackwardKeys {
 
   // ---- one stage ----
 
-  /// s[4 j + 2 r + e]: key 16 warp + lane / 4 + 8 r, query 8 j + 2 (lane % 4) + e.
-  __device__ __forceinline__ void mask(float (&s)[32], const Stage& stage,
-                                       const QueryRowValues& row,
-                                       const uint32_t (&words)[2]) const {
+  /// The warps with the same keys wait for one another.
+  __device__ __forceinline__ void meet() const {
+    asm volatile("bar.sync %0, %1;" ::"r"(1 + row / 32), "n"(32 * Shape::kColumnWarps) : "memory");
+  }
+
+  /// s[8 j + 2 r + e]: key row + lane / 4 + 8 r, query column + 8 j + 2 (lane % 4) + e.
+  __device__ __forceinline__ void mask(float (&s)[Shape::kQueries], const Stage& stage,
+                                       const QueryRowValues& of, const uint32_t (&words)[4]) const {
     const bool each = (stage.info & kColumns) != 0 && (stage.info & kEach) != 0;
-    bool hidden[2];
+    uint32_t bits = 0;  // bit x: of s[x]
 #pragma unroll
-    for (int r = 0; r < 2; ++r)
-      hidden[r] = position[r] == INT_MAX || diagonal_bit(words[r], stage.start, position[r]);
-    uint32_t bits =
-        (hidden[0] ? 0x33333333u : 0) | (hidden[1] ? 0xCCCCCCCCu : 0);  // bit x: of s[x]
+    for (int r = 0; r < 4; ++r) {
+      if (position[r] == INT_MAX || diagonal_bit(words[r], stage.start, position[r]))
+        bits |= 0x03030303u << (2 * r);
+    }
     if (each || (stage.info & kMasked) != 0) {
       // Pair by pair, in a loop of its own: rare, and short code.
 #pragma unroll 1
-      for (int c = 0; c < 16; ++c) {
-        const int query = c / 2 * 8 + 2 * (lane % 4) + c % 2;
+      for (int c = 0; c < Shape::kQueries / 4; ++c) {
+        const int query = column + c / 2 * 8 + 2 * (lane % 4) + c % 2;
         const int at = stage.start + query * args.position_stride;
-        const int document = row.document[query];
+        const int document = of.document[query];
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
+        for (int r = 0; r < 4; ++r) {
           if (position[r] > at || position[r] < document ||
               (each && diagonal_chosen(args, stage.row, at, position[r])))
-            bits |= 1u << (c / 2 * 4 + 2 * r + c % 2);
+            bits |= 1u << (c / 2 * 8 + 2 * r + c % 2);
         }
       }
     }
 #pragma unroll
-    for (int x = 0; x < 32; ++x)
+    for (int x = 0; x < Shape::kQueries; ++x)
       if ((bits >> x & 1) != 0) s[x] = -INFINITY;
   }
 
   __device__ __forceinline__ void compute(int i) {
+    constexpr int kElements = Shape::kQueries;
     const Stage stage = list.stage(i);
-    const QueryRowValues& row = memory.values[(i & (args.stages - 1))];
-    const uint32_t row_values = shared_address(&row) + lane % 4 * 8;
+    const QueryRowValues& of = memory.values[(i & (args.stages - 1))];
+    const uint32_t of_values = shared_address(&of) + 4 * column + lane % 4 * 8;
     // Bitmap words are asked for before the products and looked at after them.
-    uint32_t words[2] = {0, 0};
+    uint32_t words[4] = {0, 0, 0, 0};
     if ((stage.info & kColumns) != 0 && (stage.info & kEach) == 0) {
 #pragma unroll
-      for (int r = 0; r < 2; ++r)
+      for (int r = 0; r < 4; ++r)
         words[r] = diagonal_word(args, stage.row, stage.start, position[r]);
     }
-    float s[32], dp[32];
-    transposed_product<Element, kD>(s, Tile<kD>::left(keys, 16 * warp, lane),
-                                    Tile<kD>::right(queries(i), lane), Nothing{});
-    if ((stage.info & (kMasked | kColumns)) != 0) mask(s, stage, row, words);
+    const uint32_t right = Tile<kD>::right(queries(i), lane) + column * Tile<kD>::kRowBytes;
+    float s[kElements], dp[kElements];
+    transposed_product_32<Element, kD, kElements>(s, Tile<kD>::left(keys, row, lane), right,
+                                                  Nothing{});
+    if ((stage.info & (kMasked | kColumns)) != 0) mask(s, stage, of, words);
     // Pairs of lse and delta, each read a few elements before it is used.
-    float2 pair, pair_ahead = load_shared_f2(row_values);
-    transposed_product<Element, kD>(
-        dp, Tile<kD>::left(values, 16 * warp, lane),
-        Tile<kD>::right(queries(i) + Tile<kD>::kBytes, lane), [&](int x) {
-          if (x % 4 == 0) {
+    float2 pair, pair_ahead = load_shared_f2(of_values);
+    transposed_product_32<Element, kD, kElements>(
+        dp, Tile<kD>::left(values, row, lane), right + Tile<kD>::kBytes, [&](int x) {
+          if (x % 8 == 0) {
             pair = pair_ahead;
-            pair_ahead =
-                load_shared_f2(x < 28 ? row_values + 8 * x + 32 : row_values + sizeof(row.lse));
+            pair_ahead = load_shared_f2(x < kElements - 8 ? of_values + 4 * x + 32
+                                                          : of_values + sizeof(of.lse));
           }
           s[x] = exp2_approx(fmaf(s[x], args.scale_log2, x % 2 == 0 ? -pair.x : -pair.y));
         });
-    uint32_t left[4][4];
-    round_rows<Element>(left, s);
-    add_product<Element, kD, Shape::kSummed>(
-        dv, left, Tile<kD>::summed(queries(i) + Tile<kD>::kBytes, lane), half * Shape::kSummed,
-        [&](int x) {
-          if (x % 4 == 0) {
+    const uint32_t left = Tile<64>::left(passed, row, lane);
+    store_rows_32<Element, kElements>(passed, s, row, column, lane);
+    meet();
+    add_product_32<Element, kD, Shape::kSummed, kElements>(
+        dv, left, Tile<kD>::summed(queries(i) + Tile<kD>::kBytes, lane), summed, [&](int x) {
+          if (x % 8 == 0) {
             pair = pair_ahead;
-            if (x < 28) pair_ahead = load_shared_f2(row_values + sizeof(row.lse) + 8 * x + 32);
+            if (x < kElements - 8)
+              pair_ahead = load_shared_f2(of_values + sizeof(of.lse) + 4 * x + 32);
           }
           dp[x] = s[x] * (dp[x] - (x % 2 == 0 ? pair.x : pair.y));
         });
-    round_rows<Element>(left, dp);
-    add_product<Element, kD, Shape::kSummed>(dk, left, Tile<kD>::summed(queries(i), lane),
-                                             half * Shape::kSummed, Nothing{});
+    meet();
+    store_rows_32<Element, kElements>(passed, dp, row, column, lane);
+    meet();
+    add_product_32<Element, kD, Shape::kSummed, kElements>(
+        dk, left, Tile<kD>::summed(queries(i), lane), summed, Nothing{});
   }
 
   // ---- items ----
@@ -266,24 +280,24 @@ struct BackwardKeys {
   }
 
   __device__ __forceinline__ void store_rows(const FloatRows& rows,
-                                             const float (&sum)[Shape::kSummed / 2], float scale,
+                                             const float (&sum)[Shape::kSummed], float scale,
                                              const KeyTile& tile) const {
     const SourceArgs& source = args.sources[tile.source];
     const int64_t batch = tile.row / args.num_heads,
                   kv_head = tile.row % args.num_heads / args.heads_per_kv_head;
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int inside = 16 * warp + lane / 4 + 8 * r;
+    for (int r = 0; r < 4; ++r) {
+      const int inside = row + lane / 4 + 8 * r;
       if (inside >= tile.keys) continue;
       const int64_t token =
           tile.columns ? source.column_rows[tile.row * source.column_capacity + tile.first + inside]
                        : tile.first * 64 + inside;
       float* at = rows.data + batch * rows.stride_batch + token * rows.stride_token +
-                  kv_head * rows.stride_head + half * Shape::kSummed + 2 * (lane % 4);
+                  kv_head * rows.stride_head + summed + 2 * (lane % 4);
 #pragma unroll
       for (int j = 0; j < Shape::kSummed / 8; ++j) {
-        if (half * Shape::kSummed + 8 * j >= args.head_dim) break;
-        const float x = sum[4 * j + 2 * r] * scale, y = sum[4 * j + 2 * r + 1] * scale;
+        if (summed + 8 * j >= args.head_dim) break;
+        const float x = sum[8 * j + 2 * r] * scale, y = sum[8 * j + 2 * r + 1] * scale;
         if (args.deterministic) {
           // Past L1: other SMs have added before.
           __stcg(at + 8 * j, __ldcg(at + 8 * j) + x);
@@ -331,8 +345,8 @@ struct BackwardKeys {
     load_any_tile<kD, Shape::kThreads>(keys, tile_rows(tile, false), args.head_dim, args.vectors);
     load_any_tile<kD, Shape::kThreads>(values, tile_rows(tile, true), args.head_dim, args.vectors);
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int inside = 16 * warp + lane / 4 + 8 * r;
+    for (int r = 0; r < 4; ++r) {
+      const int inside = row + lane / 4 + 8 * r;
       position[r] = INT_MAX;
       if (inside < tile.keys) {
         const SourceArgs& source = args.sources[tile.source];
@@ -343,7 +357,7 @@ struct BackwardKeys {
       }
     }
 #pragma unroll
-    for (int x = 0; x < Shape::kSummed / 2; ++x) dk[x] = dv[x] = 0;
+    for (int x = 0; x < Shape::kSummed; ++x) dk[x] = dv[x] = 0;
     for (int i = 0;; ++i) {
       list.refill(i, args.stages);
       if (i == 0 && args.stages > 1) issue(0);

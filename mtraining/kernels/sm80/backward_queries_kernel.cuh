@@ -28,6 +28,9 @@ struct BackwardQueries {
   int warp, half, lane;
   int row = 0, q_block = 0;
   float dq[Shape::kSummed / 2];
+  // Queries are read from shared memory once an item, where registers hold them.
+  static constexpr bool kHeld = kD <= 128;
+  RowsHeld<kHeld ? kD : 16> held;
   float lse[2],
       delta[2];  // of rows lane / 4 and 8 below; lse in powers of two, +inf where the row is empty
 
@@ -88,11 +91,16 @@ struct BackwardQueries {
 
   __device__ __forceinline__ void compute(int i) {
     float s[32], dp[32];
-    transposed_product<Element, kD>(s, Tile<kD>::left(queries, 16 * warp, lane),
-                                    Tile<kD>::right(keys(i), lane), Nothing{});
+    if constexpr (kHeld) {
+      if (i == 0) held.read(Tile<kD>::left(queries, 16 * warp, lane));
+      transposed_product<Element, kD>(s, held, Tile<kD>::right(keys(i), lane), Nothing{});
+    } else {
+      transposed_product<Element, kD>(s, RowsInTile<kD>(Tile<kD>::left(queries, 16 * warp, lane)),
+                                      Tile<kD>::right(keys(i), lane), Nothing{});
+    }
     if ((list.stage(i).info & kMasked) != 0) mask_scores(s, args, list, i, 0, q_block, warp, lane);
     transposed_product<Element, kD>(
-        dp, Tile<kD>::left(douts, 16 * warp, lane),
+        dp, RowsInTile<kD>(Tile<kD>::left(douts, 16 * warp, lane)),
         Tile<kD>::right(keys(i) + Tile<kD>::kBytes, lane),
         [&](int x) { s[x] = exp2_approx(fmaf(s[x], args.scale_log2, -lse[x / 2 % 2])); });
 #pragma unroll
