@@ -275,14 +275,23 @@ def test_train_steps_are_timed_on_random_tokens(bench, job):
 
 
 def test_fewer_layers_and_a_dense_arm_in_one_run(bench, job):
-    options = ("--steps", 1, "--warm-up", 1, "--layers", 1, "--dense-arm")
+    few = {"p_vertical": 0, "p_slash": 0, "sink_tokens": 0, "dense_threshold": 1}
+    options = ["--steps", 1, "--warm-up", 1, "--layers", 1, "--dense-arm"]
+    for key, value in few.items():
+        options += ["--set", f"attention.{key}={value}"]
     sparse, dense, ratio = rows_of(bench("train", "--config", job.config, *options))
-    assert (sparse["pattern"], dense["pattern"], ratio["case"]) == ("sparse", "dense", "train ratio")
+    assert (sparse["pattern"], dense["pattern"], ratio["case"]) == (
+        "sparse",
+        "dense",
+        "train ratio",
+    )
     for row in (sparse, dense):
         assert (row["layers_run"], row["layers"]) == (1, 2)
         assert row["step_ms"] < row["step_ms_all_layers"] < 2 * row["step_ms"] + 1e-3
     assert sparse["attention_density"] < dense["attention_density"]
-    assert ratio["dense_over_sparse"] == pytest.approx(dense["step_ms"] / sparse["step_ms"], abs=1e-3)
+    assert ratio["dense_over_sparse"] == pytest.approx(
+        dense["step_ms"] / sparse["step_ms"], abs=1e-3
+    )
     for arguments, parts in [
         (("--layers", 3), ("--layers", "2", "3")),
         (("--kernels",), ("--kernels", "cuda")),
