@@ -10,6 +10,7 @@
 #ifdef MT_WITH_CUDA
 #include "mtraining/attention/device_index.h"
 #endif
+#include "mtraining/attention/block_patterns.h"
 #include "mtraining/attention/ring_call.h"
 #include "mtraining/attention/ring_context.h"
 #include "mtraining/attention/tensors.h"
@@ -112,9 +113,15 @@ index::Index choose_index(const AttentionPattern& pattern, const pattern::LocalA
   MT_ASSERT(false, "pattern ", static_cast<int>(pattern.kind), " has no index to choose");
 }
 
-/// On the host, from copies where shards are on a GPU.
+/// Where q and k are, but for what only the host chooses: that from copies.
 index::Index choose_index(RingContext& context, const AttentionCall& call, const at::Tensor& q,
                           const at::Tensor& k, const at::Tensor& documents) {
+  const AttentionPattern& pattern = call.pattern;
+  if (q.is_cuda() && pattern.kind == pattern::PatternKind::kXAttention)
+    return xattention_by_tensors(context.state(), q, k, call.softmax_scale, documents,
+                                 pattern.xattention);
+  if (q.is_cuda() && pattern.kind == pattern::PatternKind::kMoba)
+    return moba_by_tensors(context.state(), q, k, documents, pattern.moba);
   const at::Tensor host_q = q.cpu(), host_k = k.cpu();
   return choose_index(call.pattern,
                       local_attention(context, host_q, host_k, call.softmax_scale, documents),
@@ -197,11 +204,15 @@ AttentionOutput sparse_ring_attention(RingContext& context, const at::Tensor& q,
     if (estimate) {
       auto stretch = state.begin_stretch(q.device());
 #ifdef MT_WITH_CUDA
-      if (q.is_cuda() && call.pattern.kind == pattern::PatternKind::kVerticalSlash) {
-        chosen =
-            std::make_shared<IndexPlan>(lists_on_device(state, q_rows, k_rows, call.softmax_scale,
-                                                        documents, call.pattern.vertical_slash),
-                                        state.layout, state.cp_rank);
+      const bool is_fixed = call.pattern.kind == pattern::PatternKind::kFixed;
+      if (q.is_cuda() && (is_fixed || call.pattern.kind == pattern::PatternKind::kVerticalSlash)) {
+        chosen = std::make_shared<IndexPlan>(
+            lists_on_device(
+                state, q_rows, k_rows, call.softmax_scale, documents,
+                is_fixed ? pattern::options_of(call.pattern.budgets, call.pattern.vertical_slash)
+                         : call.pattern.vertical_slash,
+                /*counts_caps=*/!is_fixed),
+            state.layout, state.cp_rank);
       }
 #endif
       if (!chosen)
@@ -211,6 +222,18 @@ AttentionOutput sparse_ring_attention(RingContext& context, const at::Tensor& q,
     } else if (!output.index) {
       output.index = shared_dense_index(state, q.size(0), q.size(2));
     }
+#ifdef MT_WITH_CUDA
+    // A given pattern on a GPU stands for one that is chosen, in what it costs too.
+    if (q.is_cuda() && !call.index && call.pattern.kind == pattern::PatternKind::kFixed &&
+        call.pattern.given) {
+      if (!estimate && !call.measure_recall) check_estimation_inputs(context, q, k, documents);
+      if (state.estimated) state.estimated->check_values();
+      auto stretch = state.begin_stretch(q.device());
+      state.estimated = lists_on_device(state, q_rows, k_rows, call.softmax_scale, documents,
+                                        call.pattern.vertical_slash);
+      state.end_stretch(std::move(stretch), "index", 0, 0);
+    }
+#endif
     if (call.measure_recall) {
       if (chosen) output.index = keep_chosen(state, chosen);
       output.recall = measure_recall(context, call, q_rows, k_rows, documents, *output.index);
@@ -228,7 +251,9 @@ AttentionOutput sparse_ring_attention(RingContext& context, const at::Tensor& q,
     check_gradient_inputs(q, call.result.out, call.result);
     saved->result = call.result;
   }
+  state.forward_by_torch = false;
   const torch::autograd::variable_list results = SparseRingAttention::apply(q, k, v, saved);
+  output.by_torch = state.forward_by_torch;
   output.out = results[0];
   output.lse = results[1];
   saved->plan.reset();

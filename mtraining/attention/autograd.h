@@ -19,7 +19,8 @@ struct AttentionPattern {
   pattern::VerticalSlashOptions vertical_slash;
   pattern::XAttentionOptions xattention;
   pattern::MobaOptions moba;
-  /// kFixed: an index for the call's batch, or how much of the best each head takes.
+  /// kFixed: an index for the call's batch, or how much of the best each head takes. With a given index a GPU still estimates one
+  /// (vertical_slash), so that a step costs what it would; nothing is made of it.
   std::shared_ptr<const index::Index> given;
   pattern::FixedBudgets budgets;
 };
@@ -32,6 +33,8 @@ struct AttentionOutput {
   std::optional<pattern::Recall> recall;  ///< where asked for
   /// columns = "once" was asked for, and the union of the columns is so large that they went with the shards.
   bool columns_per_step = false;
+  /// Dense attention on one GPU: torch's kernels ran (dense_alone.h).
+  bool by_torch = false;
 };
 
 struct AttentionCall {

@@ -117,7 +117,8 @@ class ChosenLists : public DeviceLists {
   /// `room`: of a head's columns where it is bounded, else nothing.
   ChosenLists(RingContext::State& state, ListSizes sizes, at::Device device, at::Tensor counts,
               at::Tensor dense, at::Tensor caps_hit, at::Tensor diagonal_bits,
-              at::Tensor column_bits, FaultMemory faults, std::optional<int64_t> room)
+              at::Tensor column_bits, FaultMemory faults, std::optional<int64_t> room,
+              bool counts_caps)
       : state_(state),
         sizes_(sizes),
         device_(device),
@@ -125,6 +126,7 @@ class ChosenLists : public DeviceLists {
         column_bits_(std::move(column_bits)),
         faults_(std::move(faults)),
         room_(room),
+        counts_caps_(counts_caps),
         host_counts_(copied_later(counts)),
         host_dense_(copied_later(dense)),
         host_caps_(copied_later(caps_hit)),
@@ -228,9 +230,11 @@ class ChosenLists : public DeviceLists {
     const auto* flags = host_dense_.const_data_ptr<uint8_t>();
     index.dense_heads.assign(flags, flags + rows());
     const auto* caps = host_caps_.const_data_ptr<int64_t>();
-    index.caps_hit = std::accumulate(caps, caps + host_caps_.numel(), int64_t{0});
+    if (counts_caps_) index.caps_hit = std::accumulate(caps, caps + host_caps_.numel(), int64_t{0});
     return std::make_shared<const index::Index>(std::move(index));
   }
+
+  void check_values() const override { pattern::check_fault(*faults_.report()); }
 
   int64_t bytes() const override {
     int64_t bytes = 0;
@@ -259,6 +263,7 @@ class ChosenLists : public DeviceLists {
   at::Tensor diagonal_bits_, column_bits_;
   FaultMemory faults_;
   std::optional<int64_t> room_;
+  bool counts_caps_;
   at::Tensor host_counts_, host_dense_, host_caps_;
   c10::Event counted_;
   at::Tensor host_diagonals_, host_columns_;
@@ -281,7 +286,8 @@ index::Index choose_on_device(RingContext::State& state, const at::Tensor& q, co
 std::shared_ptr<DeviceLists> lists_on_device(RingContext::State& state, const at::Tensor& q,
                                              const at::Tensor& k, double softmax_scale,
                                              const at::Tensor& document_starts,
-                                             const pattern::VerticalSlashOptions& options) {
+                                             const pattern::VerticalSlashOptions& options,
+                                             bool counts_caps) {
   const Shards shards(state, q, k, softmax_scale, document_starts);
   pattern::check_device_choice(shards.host, options);
   const int64_t batch = q.size(0), heads = q.size(2), rows = batch * heads;
@@ -353,7 +359,8 @@ std::shared_ptr<DeviceLists> lists_on_device(RingContext::State& state, const at
       state, ListSizes{static_cast<int>(batch), static_cast<int>(heads), seq_len}, shards.device,
       counts, dense, caps_hit.narrow(0, 0, parts), diagonal_bits, column_bits, faults,
       bounded && most_bytes <= kMostRoomBytes ? std::optional<int64_t>(column_capacity)
-                                              : std::nullopt);
+                                              : std::nullopt,
+      counts_caps);
 }
 
 pattern::Recall recall_on_device(RingContext::State& state, const at::Tensor& q,

@@ -21,7 +21,8 @@ index::Index choose_on_device(RingContext::State& state, const at::Tensor& q, co
 std::shared_ptr<DeviceLists> lists_on_device(RingContext::State& state, const at::Tensor& q,
                                              const at::Tensor& k, double softmax_scale,
                                              const at::Tensor& document_starts,
-                                             const pattern::VerticalSlashOptions& options);
+                                             const pattern::VerticalSlashOptions& options,
+                                             bool counts_caps = true);
 pattern::Recall recall_on_device(RingContext::State& state, const at::Tensor& q,
                                  const at::Tensor& k, double softmax_scale,
                                  const at::Tensor& document_starts,

@@ -37,6 +37,8 @@ class DeviceLists {
   virtual int64_t bitmap_words_a_row() const = 0;
   /// Waits for the choice, not for what was enqueued after it. Errors: InvalidArgument: values that no index can be chosen from.
   virtual std::shared_ptr<const index::Index> host_index() = 0;
+  /// Of values that the device has refused by now; waits for nothing. Errors: as host_index.
+  virtual void check_values() const = 0;
   virtual int64_t bytes() const = 0;
 };
 

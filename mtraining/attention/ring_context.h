@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "mtraining/attention/buffers.h"
+#include "mtraining/attention/device_lists.h"
 #include "mtraining/attention/index_plan.h"
 #include "mtraining/attention/list_uploads.h"
 #include "mtraining/attention/ring_attention.h"
@@ -63,11 +64,13 @@ struct RingContext::State {
   std::optional<c10::Event> clock;  ///< an event that is over, and when it was
   double clock_us = 0;
   Buffers buffers;
+  std::shared_ptr<DeviceLists> estimated;  ///< beside a given pattern, the last one
   ListUploads uploads;  ///< of block_starts
   std::vector<int32_t>
       block_owners;  ///< [blocks, 2] rank and local block of each; empty where the layout has no blocks
   std::vector<int32_t>
       residue_distances;  ///< [cp_size] residue of this rank minus that of each; empty where there are none
+  bool forward_by_torch = false;  ///< whose kernels the last forward took
   IndexPlanCache plans;
   std::shared_ptr<const index::Index> dense;  ///< the last dense index asked for
 };

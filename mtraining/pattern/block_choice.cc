@@ -1,11 +1,14 @@
 #include "mtraining/pattern/block_choice.h"
 
+#include <algorithm>
 #include <bit>
 #include <cmath>
 #include <cstring>
+#include <numeric>
 
 #include "mtraining/base/check.h"
 #include "mtraining/base/error_kinds.h"
+#include "mtraining/pattern/top_p.h"
 
 namespace mtraining::pattern {
 namespace {
@@ -74,6 +77,26 @@ std::vector<uint8_t> gather_whole(const char* name, const LocalAttention& local,
                       ", head ", r / n % heads, ", position ", r % n);
   }
   return whole;
+}
+
+std::vector<int64_t> best_blocks(const std::vector<int64_t>& masses, int64_t sink,
+                                 double threshold) {
+  const int64_t own = std::ssize(masses) - 1;
+  const int64_t wanted =
+      top_p_threshold(std::accumulate(masses.begin(), masses.end(), int64_t{0}), threshold);
+  std::vector<int64_t> chosen = {sink}, rest;
+  if (own != sink) chosen.push_back(own);
+  int64_t held = 0;
+  for (const int64_t block : chosen) held += masses[block];
+  for (int64_t block = sink + 1; block < own; ++block) rest.push_back(block);
+  std::stable_sort(rest.begin(), rest.end(),
+                   [&](int64_t a, int64_t b) { return masses[a] > masses[b]; });
+  for (size_t i = 0; i < rest.size() && held < wanted; ++i) {
+    chosen.push_back(rest[i]);
+    held += masses[rest[i]];
+  }
+  std::sort(chosen.begin(), chosen.end());
+  return chosen;
 }
 
 index::BlockRows gather_lists(const std::vector<std::vector<int32_t>>& lists,

@@ -26,6 +26,11 @@ std::vector<uint8_t> gather_whole(const char* name, const LocalAttention& local,
                                   const kernels::ConstView& view, int64_t heads,
                                   comm::Communicator& group);
 
+/// XAttention's choice for the query block masses.size() - 1 from masses by key block: its own block, the block `sink`, and the best of
+/// those between, lower first among equals, until they hold `threshold` of all. Ascending. Integers: the same wherever they come from.
+std::vector<int64_t> best_blocks(const std::vector<int64_t>& masses, int64_t sink,
+                                 double threshold);
+
 /// Collective: lists [B * H * NB]; each is empty on all ranks but one.
 index::BlockRows gather_lists(const std::vector<std::vector<int32_t>>& lists,
                               comm::Communicator& group);

@@ -240,9 +240,10 @@ void check_device_choice(const LocalAttention& local, const VerticalSlashOptions
                      "which layout ",
                      layout::to_string(local.layout->kind()),
                      " has not; use block_striped, zigzag or contiguous");
-  MT_CHECK_SUPPORTED(heads_per_choice(local, options) * max_window_rows(options) < (1 << 17),
+  const int64_t rows = local.document_starts == nullptr ? options.last_q : max_window_rows(options);
+  MT_CHECK_SUPPORTED(heads_per_choice(local, options) * rows < (1 << 17),
                      "selection: kv_group over ", heads_per_choice(local, options), " heads with ",
-                     max_window_rows(options), " rows: their product must stay below ", 1 << 17,
+                     rows, " rows: their product must stay below ", 1 << 17,
                      " for the masses to fit 62 bits");
 }
 

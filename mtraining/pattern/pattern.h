@@ -104,6 +104,9 @@ struct Recall {
 index::Index build_vertical_slash(const LocalAttention& local, const VerticalSlashOptions& options,
                                   comm::Communicator& group);
 
+/// What a choice with budgets is: of every entry the best, as many as a cap keeps.
+VerticalSlashOptions options_of(const FixedBudgets& budgets, const VerticalSlashOptions& options);
+
 /// The same with fixed budgets. Collective, cost, errors: as build_vertical_slash.
 index::Index build_fixed(const LocalAttention& local, const VerticalSlashOptions& options,
                          const FixedBudgets& budgets, comm::Communicator& group);

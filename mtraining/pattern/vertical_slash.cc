@@ -229,16 +229,20 @@ index::Index build_vertical_slash(const LocalAttention& local, const VerticalSla
   return index;
 }
 
-index::Index build_fixed(const LocalAttention& local, const VerticalSlashOptions& options,
-                         const FixedBudgets& budgets, comm::Communicator& group) {
+VerticalSlashOptions options_of(const FixedBudgets& budgets, const VerticalSlashOptions& options) {
   check(budgets);
-  VerticalSlashOptions capped = options;  // every entry, of which a cap keeps the best
+  VerticalSlashOptions capped = options;
   capped.p_vertical = capped.p_slash = 1;
   capped.max_columns = budgets.columns;
   capped.max_diagonals = budgets.diagonals;
   capped.dense_threshold = 1;
   capped.recall_floor = 0;
-  index::Index index = build_vertical_slash(local, capped, group);
+  return capped;
+}
+
+index::Index build_fixed(const LocalAttention& local, const VerticalSlashOptions& options,
+                         const FixedBudgets& budgets, comm::Communicator& group) {
+  index::Index index = build_vertical_slash(local, options_of(budgets, options), group);
   index.caps_hit = 0;  // the budget is the choice, it cuts none
   return index;
 }

@@ -1,8 +1,8 @@
 #include <algorithm>
 #include <cmath>
-#include <numeric>
 
 #include "mtraining/base/check.h"
+#include "mtraining/kernels/window.h"
 #include "mtraining/pattern/block_choice.h"
 #include "mtraining/pattern/observation.h"
 
@@ -45,8 +45,8 @@ struct Head {
   XAttentionOptions options;
 };
 
-/// Attention by key block [query block + 1], summed over the query block's groups.
-std::vector<double> block_scores(const Head& head, int64_t query_block) {
+/// Mass by key block [query block + 1]: attention, summed over the query block's groups.
+std::vector<int64_t> block_masses(const Head& head, int64_t query_block) {
   const int64_t stride = head.options.stride, per_block = head.options.block / stride;
   const int64_t num_groups = (head.n + stride - 1) / stride;
   std::vector<double> scores(query_block + 1, 0), row;
@@ -66,30 +66,20 @@ std::vector<double> block_scores(const Head& head, int64_t query_block) {
     for (double& value : row) sum += value = std::exp(value - top);
     for (int64_t j = first; j <= i; ++j) scores[j / per_block] += row[j - first] / sum;
   }
-  return scores;
+  std::vector<int64_t> masses;
+  for (const double score : scores)
+    masses.push_back(std::llround(score * static_cast<double>(kernels::kMassOne)));
+  return masses;
 }
 
 /// Ascending key blocks.
 std::vector<int64_t> choose(const Head& head, int64_t query_block) {
-  const std::vector<double> scores = block_scores(head, query_block);
-  const int64_t sink =
+  return best_blocks(
+      block_masses(head, query_block),
       head.document_starts == nullptr
           ? 0
-          : head.document_starts[query_block * head.options.block] / head.options.block;
-  const double total = std::accumulate(scores.begin(), scores.end(), 0.0);
-  std::vector<int64_t> chosen = {sink}, rest;
-  if (query_block != sink) chosen.push_back(query_block);
-  double held = 0;
-  for (const int64_t block : chosen) held += scores[block];
-  for (int64_t block = sink + 1; block < query_block; ++block) rest.push_back(block);
-  std::stable_sort(rest.begin(), rest.end(),
-                   [&](int64_t a, int64_t b) { return scores[a] > scores[b]; });
-  for (size_t i = 0; i < rest.size() && held < head.options.threshold * total; ++i) {
-    chosen.push_back(rest[i]);
-    held += scores[rest[i]];
-  }
-  std::sort(chosen.begin(), chosen.end());
-  return chosen;
+          : head.document_starts[query_block * head.options.block] / head.options.block,
+      head.options.threshold);
 }
 
 }  // namespace

@@ -72,16 +72,38 @@ __device__ inline Run run_of_thread(int words) {
 template <typename Word>
 __device__ int write_list(int words, const Word& word, int32_t* list, int64_t capacity,
                           int* warp_sums, bool fill_rest = true) {
-  const Run run = run_of_thread(words);
+  // A warp has a run of words, and its lanes write one of them at a time: bits may be thick in places.
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int share = (words + kChoiceThreads - 1) / kChoiceThreads * 32;
+  const int begin = min(words, warp * share), end = min(words, begin + share);
+  const auto word_of = [&](int w) { return w < end ? word(w) : 0u; };
   int count = 0;
-  for (int w = run.begin; w < run.end; ++w) count += __popc(word(w));
-  int total;
-  int64_t at = block_prefix(count, &total, warp_sums);
-  for (int w = run.begin; w < run.end; ++w) {
-    for (uint32_t rest = word(w); rest != 0; rest &= rest - 1) {
-      if (at < capacity) list[at] = w * 32 + __ffs(rest) - 1;
-      ++at;
+  for (int first = begin; first < end; first += 32) count += __popc(word_of(first + lane));
+  count = __reduce_add_sync(~0u, count);
+  __syncthreads();
+  if (lane == 0) warp_sums[warp] = count;
+  __syncthreads();
+  int64_t at = 0;
+  int total = 0;
+  for (int w = 0; w < kChoiceWarps; ++w) {
+    if (w < warp) at += warp_sums[w];
+    total += warp_sums[w];
+  }
+  for (int first = begin; first < end; first += 32) {
+    const uint32_t own = word_of(first + lane);
+    int sum = __popc(own);
+    for (int distance = 1; distance < 32; distance *= 2) {
+      const int other = __shfl_up_sync(~0u, sum, distance);
+      if (lane >= distance) sum += other;
     }
+    for (uint32_t left = __ballot_sync(~0u, own != 0); left != 0; left &= left - 1) {
+      const int source = __ffs(left) - 1;
+      const uint32_t bits = __shfl_sync(~0u, own, source);
+      const int64_t place =
+          at + __shfl_sync(~0u, sum, source) - __popc(bits) + __popc(bits & ((1u << lane) - 1));
+      if ((bits >> lane & 1) != 0 && place < capacity) list[place] = (first + source) * 32 + lane;
+    }
+    at += __shfl_sync(~0u, sum, 31);
   }
   for (int64_t i = total + threadIdx.x; fill_rest && i < capacity; i += kChoiceThreads)
     list[i] = -1;

@@ -14,7 +14,7 @@ namespace {
 
 constexpr int kThreads = kChoiceThreads;
 // Shared memory of a thread block: what an SM of every architecture has.
-constexpr int kMostBytes = 96 << 10;
+constexpr int kMostBytes = 94 << 10;
 // Keys of the last bin that fit where the first bins were.
 constexpr int kKeptMatches = kFirstBins;
 
@@ -37,6 +37,13 @@ struct ChooseArgs {
   uint32_t *column_bits, *diagonal_words;  // [choices, ..]
   int32_t choices, groups;
   bool masses_fit, words_fit;  // into shared memory
+};
+
+/// Keys of a share that may be chosen, where they are so few that they fit.
+constexpr int kKeptKeys = 3584;
+struct KeptKeys {
+  int64_t masses[kKeptKeys];
+  int32_t keys[kKeptKeys];
 };
 
 /// Shared memory: bins first, what was found in the last of them after that.
@@ -64,23 +71,55 @@ __device__ void meet(unsigned* arrivals, unsigned target) {
   __syncthreads();
 }
 
+/// Writes -1 to [begin, end), 16 bytes at a time.
+__device__ void clear(int32_t* begin, int32_t* end) {
+  int32_t* const first =
+      reinterpret_cast<int32_t*>((reinterpret_cast<uintptr_t>(begin) + 15) & ~uintptr_t{15});
+  int32_t* const last =
+      reinterpret_cast<int32_t*>(reinterpret_cast<uintptr_t>(end) & ~uintptr_t{15});
+  if (first >= last) {
+    for (int32_t* at = begin + threadIdx.x; at < end; at += kThreads) *at = -1;
+    return;
+  }
+  for (int4* at = reinterpret_cast<int4*>(first) + threadIdx.x; at < reinterpret_cast<int4*>(last);
+       at += kThreads)
+    *at = {-1, -1, -1, -1};
+  if (begin + threadIdx.x < first) begin[threadIdx.x] = -1;
+  if (last + threadIdx.x < end) last[threadIdx.x] = -1;
+}
+
 /// A share of a choice's keys: leaves their bits in args.column_bits, and whether the cap cut in memory.search.
 __device__ void choose_keys(const ChooseArgs& args, int64_t choice, int part, KeyMemory& kept,
-                            ChoiceMemory& memory, int64_t* warp_sums) {
+                            KeptKeys& list, int& num_listed, ChoiceMemory& memory,
+                            int64_t* warp_sums) {
   const Keys& keys = args.keys;
   Meeting& meeting = args.meetings[choice];
   const int begin = part * keys.chunk_keys, end = min(keys.num_keys, begin + keys.chunk_keys);
-  // Of a smaller mass are no more than half of what may be left out, all of them together.
+  // Keys of less than that, all of them together, hold less than what may be left out, with room for the budget's rounding.
   int64_t least = 0;
   if (args.totals != nullptr && args.p < 1) {
-    least = static_cast<int64_t>((1 - args.p) / 2 *
+    least = static_cast<int64_t>((1 - args.p) * (63.0 / 64) *
                                  (static_cast<double>(args.totals[choice]) / keys.seq_len));
     uint64_t prefix;
     int32_t shift;
     prefix_of_bin(first_bin(least), &prefix, &shift);
     least = static_cast<int64_t>(prefix << shift);  // bins are passed over whole or not at all
   }
-  fill_first_bins<kThreads>(keys, choice, begin, end, least, kept.bins);
+  uint32_t* const bits = args.column_bits + choice * args.choice.column_words;
+  for (int first = begin + 32 * static_cast<int>(threadIdx.x); first < end;
+       first += 32 * kThreads) {
+    const int word = (keys.block_starts[first / 64] + first % 64) / 32;
+    if (word < args.choice.column_words) bits[word] = 0;
+  }
+  if (threadIdx.x == 0) num_listed = 0;
+  fill_first_bins<kThreads>(keys, choice, begin, end, least, kept.bins, [&](int key, int64_t mass) {
+    if (least == 0) return;
+    const int at = atomicAdd(&num_listed, 1);
+    if (at >= kKeptKeys) return;
+    list.keys[at] = key;
+    list.masses[at] = mass;
+  });
+  const bool is_listed = least > 0 && num_listed <= kKeptKeys;
   int64_t* const histogram = args.histogram + choice * kFirstBins * 2;
   add_first_bins<kThreads>(kept.bins, histogram);
   meet(&meeting.of_keys, keys.chunks);
@@ -88,7 +127,15 @@ __device__ void choose_keys(const ChooseArgs& args, int64_t choice, int part, Ke
   Search& s = memory.search;
   pick_first_bin<kThreads>(histogram, s, warp_sums, args.p, args.cap);
   if (s.open) {  // in all thread blocks of the choice, or in none
-    collect_keys<kThreads>(keys, choice, begin, end, s.bin, args.candidates, &meeting.num_matches);
+    if (is_listed) {
+      for (int i = threadIdx.x; i < num_listed; i += kThreads)
+        if (first_bin(list.masses[i]) == s.bin)
+          args.candidates[choice * keys.num_keys + atomicAdd(&meeting.num_matches, 1)] =
+              list.keys[i];
+    } else {
+      collect_keys<kThreads>(keys, choice, begin, end, s.bin, args.candidates,
+                             &meeting.num_matches);
+    }
     meet(&meeting.of_keys, 2 * keys.chunks);
     const int num_matches = __ldcg(&meeting.num_matches);
     const Matches found{keys, args.candidates, choice};
@@ -107,7 +154,15 @@ __device__ void choose_keys(const ChooseArgs& args, int64_t choice, int part, Ke
       search_items(s, memory.bins, num_matches, found, kInverseBits);
     }
   }
-  mark_keys<kThreads>(keys, choice, begin, end, s, args.column_bits, args.choice.column_words);
+  if (!is_listed) {
+    mark_keys<kThreads>(keys, choice, begin, end, s, args.column_bits, args.choice.column_words);
+    return;
+  }
+  for (int i = threadIdx.x; i < num_listed; i += kThreads) {
+    const int position = position_of(keys, list.keys[i]);
+    if (chosen(s, list.masses[i], inverse_of(keys, position)))
+      atomicOr(bits + position / 32, 1u << (position % 32));
+  }
 }
 
 __global__ void __launch_bounds__(kThreads) choose_kernel(const __grid_constant__ ChooseArgs args) {
@@ -115,6 +170,7 @@ __global__ void __launch_bounds__(kThreads) choose_kernel(const __grid_constant_
   KeyMemory& kept = *reinterpret_cast<KeyMemory*>(memory_bytes);
   __shared__ ChoiceMemory memory;
   __shared__ int64_t warp_sums[2 * kChoiceWarps];
+  __shared__ int num_listed;
   const ChoiceParams& p = args.choice.p;
   const IndexLists& lists = args.choice.lists;
   const int num_blocks = args.choice.num_blocks, shared = static_cast<int>(p.heads_per_choice);
@@ -143,11 +199,10 @@ __global__ void __launch_bounds__(kThreads) choose_kernel(const __grid_constant_
       // Rows of the lists hold -1s where nothing else will be written: each thread block its share of them.
       const int64_t capacity = lists.column_capacity * shared;
       const int64_t share = (capacity + args.keys.chunks - 1) / args.keys.chunks;
-      int32_t* const list = lists.columns + choice * capacity;
-      for (int64_t i = part * share + threadIdx.x; i < min(capacity, (part + 1) * share);
-           i += kThreads)
-        list[i] = -1;
-      choose_keys(args, choice, part, kept, memory, warp_sums);
+      clear(lists.columns + choice * capacity + min(capacity, part * share),
+            lists.columns + choice * capacity + min(capacity, (part + 1) * share));
+      choose_keys(args, choice, part, kept, *reinterpret_cast<KeptKeys*>(&kept + 1), num_listed,
+                  memory, warp_sums);
       // Every share has the same search; one of them says where the cap cut.
       if (part == 0 && threadIdx.x == 0) meeting.columns_cut = memory.search.cut;
     }
@@ -241,7 +296,8 @@ void choose(const ChooseParams& params, const IndexLists& lists, const IndexBits
   args.cap = params.max_columns;
   args.choices = static_cast<int32_t>(choices);
 
-  int64_t bytes = std::max<int64_t>(sizeof(KeyMemory), diagonal_memory_bytes(num_blocks));
+  int64_t bytes =
+      std::max<int64_t>(sizeof(KeyMemory) + sizeof(KeptKeys), diagonal_memory_bytes(num_blocks));
   const auto fits = [&](int64_t more) {
     const int64_t wanted = diagonal_memory_bytes(num_blocks) + 16 + more;
     if (wanted > kMostBytes) return false;

@@ -17,7 +17,8 @@ __global__ void __launch_bounds__(kThreads) first_histogram(Keys keys, int64_t* 
   __shared__ FirstBins bins;
   const int64_t row = blockIdx.x / keys.chunks;
   const int begin = static_cast<int>(blockIdx.x % keys.chunks) * keys.chunk_keys;
-  fill_first_bins<kThreads>(keys, row, begin, min(keys.num_keys, begin + keys.chunk_keys), 0, bins);
+  fill_first_bins<kThreads>(keys, row, begin, min(keys.num_keys, begin + keys.chunk_keys), 0, bins,
+                            [](int, int64_t) {});
   add_first_bins<kThreads>(bins, histogram + row * kFirstBins * 2);
 }
 

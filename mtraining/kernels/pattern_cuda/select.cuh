@@ -66,10 +66,11 @@ __device__ __forceinline__ void for_keys(const Keys& keys, int64_t row, int begi
   }
 }
 
-/// Keys [begin, end) of a row into bins; those below `least`, which cannot be chosen, into the lowest without looking at each.
-template <int kThreads>
+/// Keys [begin, end) of a row into bins; those below `least`, which cannot be chosen, into the lowest without looking at each. Calls
+/// passed(key, mass) for the others that are not 0.
+template <int kThreads, typename Passed>
 __device__ void fill_first_bins(const Keys& keys, int64_t row, int begin, int end, int64_t least,
-                                FirstBins& bins) {
+                                FirstBins& bins, const Passed& passed) {
   for (int b = threadIdx.x; b < kFirstBins; b += kThreads) {
     bins.low[b] = 0;
     bins.high[b] = 0;
@@ -78,7 +79,7 @@ __device__ void fill_first_bins(const Keys& keys, int64_t row, int begin, int en
   __syncthreads();
   int64_t small = 0;
   unsigned num_small = 0;
-  for_keys<kThreads>(keys, row, begin, end, [&](int, int64_t mass, bool exists) {
+  for_keys<kThreads>(keys, row, begin, end, [&](int key, int64_t mass, bool exists) {
     if (!exists) return;
     if (mass < least || mass == 0) {
       small += mass;
@@ -88,6 +89,7 @@ __device__ void fill_first_bins(const Keys& keys, int64_t row, int begin, int en
     const int bin = first_bin(mass);
     add_in_halves(&bins.low[bin], &bins.high[bin], static_cast<uint64_t>(mass));
     atomicAdd(&bins.count[bin], 1u);
+    passed(key, mass);
   });
   for (int distance = 16; distance > 0; distance /= 2)
     small += __shfl_xor_sync(~0u, small, distance);

@@ -101,6 +101,7 @@ __global__ void __launch_bounds__(kRowSumThreads)
     const float top = row_max[head_row * num_rows + row];
     finite = finite && fabsf(top) < kLargestScore;
     int64_t sum = 0;
+#pragma unroll 8
     for (int block = begin + static_cast<int>(threadIdx.x / 64); block < end;
          block += kRowSumThreads / 64) {
       const int64_t at = (head_row * num_blocks + block) * padded_rows + row;
@@ -144,7 +145,9 @@ WindowArgs make_args(const WindowParams& p, int64_t rows_of_block, int64_t block
   const int64_t groups = p.batch * p.num_kv_heads * args.row_groups;
   // One wave of thread blocks, or as many equal ones as are needed.
   const int64_t slots = device_of_stream().num_sms * blocks_an_sm;
-  const int64_t chunks = std::clamp<int64_t>(slots / groups, 1, std::max(1, args.num_blocks / 4));
+  const int64_t chunks =
+      std::max(std::clamp<int64_t>(slots / groups, 1, std::max(1, args.num_blocks / 4)),
+               (int64_t{args.num_blocks} + kMostBlocks - 1) / kMostBlocks);
   args.chunk_blocks = static_cast<int32_t>((args.num_blocks + chunks - 1) / chunks);
   args.chunks =
       args.chunk_blocks == 0
@@ -168,8 +171,8 @@ void launch(const WindowParams& p, Pass pass, bool consecutive, bool hopper, con
   if (hopper && device_of_stream().capability() == 90 && (p.head_dim == 64 || p.head_dim == 128)) {
     const int64_t tiles = stacked_rows(p) / 64;
     HopperArgs args = {};
-    args.pairs = tiles <= 2 ? 1 : tiles <= 4 ? 2 : 4;
-    args.window = make_args(p, 128 * args.pairs, 1, &grid);
+    args.tiles = tiles <= 1 ? 1 : tiles <= 2 ? 2 : tiles <= 4 ? 4 : 8;
+    args.window = make_args(p, 64 * args.tiles, 1, &grid);
     args.keys =
         sm90::tensor_map("k", p.k, p.dtype, p.head_dim, p.num_keys, p.num_kv_heads, p.batch);
     fill(args.window);

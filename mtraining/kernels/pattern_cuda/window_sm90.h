@@ -9,10 +9,13 @@
 
 namespace mtraining::kernels::pattern_cuda {
 
+/// Key blocks of a thread block at most.
+inline constexpr int kMostBlocks = 512;
+
 struct HopperArgs {
   WindowArgs window;
   CUtensorMap keys;
-  int32_t pairs;  // of tiles of 64 stacked rows that a thread block owns: 1, 2 or 4
+  int32_t tiles;  // of 64 stacked rows that a thread block owns: 1, 2, 4 or 8
 };
 
 /// One instantiation a file. kScan, or kMasses of consecutive rows without offsets.

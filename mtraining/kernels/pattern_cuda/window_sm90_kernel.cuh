@@ -4,89 +4,35 @@
 // In:   HopperArgs. Out: per pass, see window.h.
 // Next: one instantiation a head_dim, window_sm90_d<head_dim>.cu.
 //
-// Stacked rows as in window_kernel.cuh, in tiles of 64; a warpgroup owns a pair of tiles. The scan multiplies rows by keys (a
-// thread has few rows, whose maxima it needs), the masses keys by rows (a thread has few keys, whose sums it needs). Four
-// warpgroups run apart from each other, so that one's products hide another's exponentials.
+// Stacked rows as in window_kernel.cuh, in tiles of 64, a warpgroup a tile. The scan multiplies rows by keys (a thread has few rows,
+// whose maxima it needs), the masses keys by rows (a thread has few keys, whose sums it needs). Eight warpgroups run apart from
+// each other, so that one's products hide another's exponentials.
 #pragma once
 
 #include "mtraining/kernels/pattern_cuda/window_sm90.h"
 #include "mtraining/kernels/sm90/ptx.cuh"
 #include "mtraining/kernels/sm90/wgmma_shared.cuh"
 
-namespace mtraining::kernels::sm90 {
-
-template <>
-__device__ __forceinline__ void wgmma_shared<__nv_bfloat16, 128, 0, 0>(float (&d)[64], uint64_t a,
-                                                                       uint64_t b,
-                                                                       bool accumulate) {
-  asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-      "}, %64, %65, p, 1, 1, 0, 0;\n}\n"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
-        "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),
-        "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]),
-        "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]),
-        "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]),
-        "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]),
-        "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]),
-        "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
-        "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]),
-        "+f"(d[63])
-      : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));
-}
-template <>
-__device__ __forceinline__ void wgmma_shared<__half, 128, 0, 0>(float (&d)[64], uint64_t a,
-                                                                uint64_t b, bool accumulate) {
-  asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-      "}, %64, %65, p, 1, 1, 0, 0;\n}\n"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
-        "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),
-        "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]),
-        "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]),
-        "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]),
-        "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]),
-        "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]),
-        "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
-        "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]),
-        "+f"(d[63])
-      : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));
-}
-
-}  // namespace mtraining::kernels::sm90
-
 namespace mtraining::kernels::pattern_cuda {
 
-template <int kD, Pass kPass>
+template <int kD>
 struct HopperShape {
-  static constexpr int kGroups = 4;  // warpgroups
+  static constexpr int kGroups = 8;  // warpgroups
   static constexpr int kThreads = 128 * kGroups;
-  static constexpr int kTiles = 2 * kGroups;
   static constexpr int kTileBytes = 64 * kD * 2;  // [D / 64][64 rows][64 of D], 128-byte swizzle
-  static constexpr int kStages = (kPass == Pass::kScan ? 8 : 5) * 128 / kD;
-  static constexpr int kRows = kStages * kTileBytes;  // masses only: [kTiles] of rows
-  static constexpr int kStates =
-      kRows + (kPass == Pass::kScan ? 0 : kTiles * kTileBytes);  // float, int, int [kTiles][64]
-  static constexpr int kBarriers = kStates + (kPass == Pass::kScan ? 0 : kTiles * 64 * 12);
+  static constexpr int kStages = 5;
+  static constexpr int kRows = kStages * kTileBytes;            // [kGroups] tiles of rows
+  static constexpr int kStates = kRows + kGroups * kTileBytes;  // float, int, int [kGroups][64]
+  static constexpr int kStarts = kStates + kGroups * 64 * 12;   // int [kMostBlocks]
+  static constexpr int kBarriers = kStarts + kMostBlocks * 4;
   static constexpr int kBytes =
       kBarriers + 2 * kStages * 8 + 1024;  // to begin at a multiple of 1024
 
   static __device__ __forceinline__ uint32_t keys(uint32_t base, int slot) {
     return base + slot * kTileBytes;
   }
-  /// [D / 64][128 rows of the pair][64 of D]
-  static __device__ __forceinline__ uint32_t rows(uint32_t base, int pair) {
-    return base + kRows + pair * 2 * kTileBytes;
+  static __device__ __forceinline__ uint32_t rows(uint32_t base, int tile) {
+    return base + kRows + tile * kTileBytes;
   }
   static __device__ __forceinline__ uint32_t full(uint32_t base, int slot) {
     return base + kBarriers + slot * 8;
@@ -94,56 +40,19 @@ struct HopperShape {
   static __device__ __forceinline__ uint32_t empty(uint32_t base, int slot) {
     return base + kBarriers + (kStages + slot) * 8;
   }
-};
-
-/// Which keys and rows a thread block has, and the ring of key blocks that its warpgroups read.
-template <typename Shape>
-struct KeyRing {
-  const HopperArgs& args;
-  uint32_t base;
-  int begin, end;  // key blocks
-  int kv_head, first_tile;
-  int64_t batch;
-  int loaded = 0;  // blocks whose copies the first thread has begun
-
-  __device__ __forceinline__ KeyRing(const HopperArgs& a, uint32_t base_) : args(a), base(base_) {
-    const WindowArgs& w = a.window;
-    int work = blockIdx.x;
-    begin = work % w.chunks * w.chunk_blocks;
-    end = min(w.num_blocks, begin + w.chunk_blocks);
-    work /= w.chunks;
-    first_tile = work % w.row_groups * 2 * a.pairs;
-    work /= w.row_groups;
-    kv_head = work % w.num_kv_heads;
-    batch = work / w.num_kv_heads;
-    if (threadIdx.x == 0) {
-      sm90::prefetch_tensor_map(&a.keys);
-      for (int slot = 0; slot < Shape::kStages; ++slot) {
-        sm90::mbarrier_init(Shape::full(base, slot), 1);
-        sm90::mbarrier_init(Shape::empty(base, slot), 4 * a.pairs);  // a warp arrives once
-      }
-      sm90::mbarrier_init_fence();
-    }
+  // Of this thread block's rows: what is subtracted from a score, position (-1: no row), first position of the document.
+  static __device__ __forceinline__ uint32_t state(uint32_t base, int row) {
+    return base + kStates + row * 4;
   }
-  /// The first thread, at its i-th block: copies of blocks to come. Slots two blocks back are waited for at most.
-  __device__ __forceinline__ void load_ahead(int i) {
-    const int until = min(end - begin, i + Shape::kStages - 1);
-    for (; loaded < until; ++loaded) {
-      const int slot = loaded % Shape::kStages, round = loaded / Shape::kStages;
-      if (round > 0) sm90::mbarrier_wait(Shape::empty(base, slot), (round - 1) % 2);
-      sm90::mbarrier_arrive_expect(Shape::full(base, slot), Shape::kTileBytes);
-      sm90::tensor_load_5d(Shape::keys(base, slot), &args.keys, Shape::full(base, slot),
-                           sm90::evict_normal_policy(), 0, (begin + loaded) * 64, 0,
-                           args.window.k_stride_head == 0 ? 0 : kv_head,
-                           args.window.k_stride_batch == 0 ? 0 : static_cast<int>(batch));
-    }
+  static __device__ __forceinline__ uint32_t position(uint32_t base, int row) {
+    return base + kStates + kGroups * 256 + row * 4;
   }
-  __device__ __forceinline__ void wait(int i) const {
-    sm90::mbarrier_wait(Shape::full(base, i % Shape::kStages), i / Shape::kStages % 2);
+  static __device__ __forceinline__ uint32_t document(uint32_t base, int row) {
+    return base + kStates + 2 * kGroups * 256 + row * 4;
   }
-  __device__ __forceinline__ void release(int i) const {
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) sm90::mbarrier_arrive(Shape::empty(base, i % Shape::kStages));
+  /// First position of the i-th key block.
+  static __device__ __forceinline__ uint32_t start(uint32_t base, int i) {
+    return base + kStarts + i * 4;
   }
 };
 
@@ -161,131 +70,262 @@ struct RowTile {
   }
 };
 
+/// Which keys and rows a thread block has, and the ring of key blocks that its warpgroups read. A warpgroup visits every step-th block.
+template <typename Shape>
+struct KeyRing {
+  const HopperArgs& args;
+  uint32_t base;
+  int begin, count;  // key blocks
+  int kv_head, first_tile;
+  int64_t batch;
+  int group, tile, step;  // of this warpgroup, the same in all lanes
+  int slot, parity;       // of this warpgroup's block
+
+  __device__ __forceinline__ KeyRing(const HopperArgs& a, uint32_t base_) : args(a), base(base_) {
+    const WindowArgs& w = a.window;
+    int work = blockIdx.x;
+    begin = work % w.chunks * w.chunk_blocks;
+    count = min(w.num_blocks, begin + w.chunk_blocks) - begin;
+    work /= w.chunks;
+    first_tile = work % w.row_groups * a.tiles;
+    work /= w.row_groups;
+    kv_head = work % w.num_kv_heads;
+    batch = work / w.num_kv_heads;
+    group = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128, 0);
+    tile = group % a.tiles;
+    step = Shape::kGroups / a.tiles;
+    slot = group / a.tiles % Shape::kStages;
+    parity = group / a.tiles / Shape::kStages % 2;
+    if (threadIdx.x == 0) {
+      sm90::prefetch_tensor_map(&a.keys);
+      for (int i = 0; i < Shape::kStages; ++i) {
+        sm90::mbarrier_init(Shape::full(base, i), 1);
+        sm90::mbarrier_init(Shape::empty(base, i), 4 * a.tiles);  // a warp arrives once
+      }
+      sm90::mbarrier_init_fence();
+      load(0, Shape::kStages - 1);
+    }
+  }
+  __device__ __forceinline__ int first() const { return group / args.tiles; }
+  template <int kD>
+  __device__ __forceinline__ uint32_t place_of(int stacked, int c) const {
+    return Shape::rows(base, stacked / 64) + c / 8 * 8192 + stacked % 64 * 128 +
+           (c % 8 ^ stacked % 8) * 16;
+  }
+  /// Rows, their positions and documents, block starts into shared memory; state(head_row, row) is what is subtracted. Reports queries
+  /// that are refused. All threads.
+  template <typename Element, int kD, typename State>
+  __device__ __forceinline__ void prepare(const State& state) const {
+    const WindowArgs& w = args.window;
+    for (int i = threadIdx.x; i < count; i += Shape::kThreads)
+      sm90::store_shared_s32(Shape::start(base, i), w.block_starts[begin + i]);
+    for (int i = threadIdx.x; i < args.tiles * 64; i += Shape::kThreads) {
+      const RowTile of(w, batch, kv_head, first_tile + i / 64);
+      const int row = of.first_row + i % 64;
+      const bool real = of.active && row < w.num_rows;
+      sm90::store_shared_s32(
+          Shape::state(base, i),
+          __float_as_int(real ? state(of.head_row * w.num_rows + row) : kInfinity));
+      sm90::store_shared_s32(Shape::position(base, i), real ? w.row_positions[row] : -1);
+      sm90::store_shared_s32(Shape::document(base, i),
+                             real && w.row_document_start != nullptr
+                                 ? w.row_document_start[batch * w.num_rows + row]
+                                 : 0);
+    }
+    // Thread blocks of copies, none waited for before all are begun.
+#pragma unroll 4
+    for (int i = threadIdx.x; i < args.tiles * 64 * (kD / 8); i += Shape::kThreads) {
+      const int stacked = i / (kD / 8), c = i % (kD / 8);
+      const RowTile of(w, batch, kv_head, first_tile + stacked / 64);
+      const int row = of.first_row + stacked % 64;
+      const bool real = of.active && row < w.num_rows;
+      copy_async_16(place_of<kD>(stacked, c),
+                    w.q + batch * w.q_stride_batch + (real ? row : 0) * w.q_stride_row +
+                        of.head * w.q_stride_head + c * 16,
+                    real ? 16 : 0);
+    }
+    copy_async_commit();
+    copy_async_wait<0>();
+    if (w.fault != nullptr) {
+      for (int i = threadIdx.x; i < args.tiles * 64 * (kD / 8); i += Shape::kThreads) {
+        const int stacked = i / (kD / 8), c = i % (kD / 8);
+        if (beyond(sm90::load_shared_v4(place_of<kD>(stacked, c)), w.magnitude_limit) == 0)
+          continue;
+        const RowTile of(w, batch, kv_head, first_tile + stacked / 64);
+        report(w.fault, FaultKind::kQuery,
+               of.head_row * w.seq_len + w.row_positions[of.first_row + stacked % 64]);
+      }
+    }
+    sm90::fence_async_shared();
+    __syncthreads();
+    begin_turns();
+  }
+  /// By the first thread: copies of blocks [from, until). Waits until their slots are free.
+  __device__ __forceinline__ void load(int from, int until) const {
+    for (int block = from; block < min(count, until); ++block) {
+      const int to = block % Shape::kStages, round = block / Shape::kStages;
+      if (round > 0) sm90::mbarrier_wait(Shape::empty(base, to), (round - 1) % 2);
+      sm90::mbarrier_arrive_expect(Shape::full(base, to), Shape::kTileBytes);
+      sm90::tensor_load_5d(Shape::keys(base, to), &args.keys, Shape::full(base, to),
+                           sm90::evict_normal_policy(), 0, (begin + block) * 64, 0,
+                           args.window.k_stride_head == 0 ? 0 : kv_head,
+                           args.window.k_stride_batch == 0 ? 0 : static_cast<int>(batch));
+    }
+  }
+  /// Before the i-th block: the first thread begins copies of blocks to come, into slots of two blocks back and earlier.
+  __device__ __forceinline__ void load_ahead(int i) const {
+    if (threadIdx.x == 0 && i > 0) load(i - step + Shape::kStages - 1, i + Shape::kStages - 1);
+    __syncwarp();
+  }
+  // Were all warpgroups to multiply at a time, all would finish at a time, and tensor cores wait for exponentials: they take turns, two
+  // at a time, where each has every block.
+  __device__ __forceinline__ bool take_turns() const { return args.tiles == Shape::kGroups; }
+  __device__ __forceinline__ void begin_turns() const {
+    if (take_turns() && group >= Shape::kGroups - 2) end_turn();
+  }
+  __device__ __forceinline__ void begin_turn() const {
+    __syncwarp();
+    if (take_turns()) asm volatile("bar.sync %0, 256;" ::"r"(1 + group) : "memory");
+  }
+  __device__ __forceinline__ void end_turn() const {
+    if (take_turns())
+      asm volatile("bar.arrive %0, 256;" ::"r"(1 + (group + 2) % Shape::kGroups) : "memory");
+  }
+  __device__ __forceinline__ void wait() const {
+    sm90::mbarrier_wait(Shape::full(base, slot), parity);
+  }
+  /// After the last read of the block; goes on to the next.
+  __device__ __forceinline__ void release() {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) sm90::mbarrier_arrive(Shape::empty(base, slot));
+    slot += step;
+    while (slot >= Shape::kStages) {
+      slot -= Shape::kStages;
+      parity ^= 1;
+    }
+  }
+};
+
+/// What of a tile's rows decides whether a block of keys is masked.
+struct RowRange {
+  int lowest = 0x7fffffff, latest_document = 0;
+  template <typename Shape>
+  __device__ __forceinline__ void find(uint32_t base, int tile, int lane) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int row = tile * 64 + lane + 32 * i;
+      const int position = sm90::load_shared_s32(Shape::position(base, row));
+      if (position < 0) continue;
+      lowest = min(lowest, position);
+      latest_document = max(latest_document, sm90::load_shared_s32(Shape::document(base, row)));
+    }
+    lowest = __reduce_min_sync(~0u, lowest);
+    latest_document = __reduce_max_sync(~0u, latest_document);
+  }
+  __device__ __forceinline__ bool masked(int start) const {
+    return start + 63 > lowest || start < latest_document;
+  }
+};
+
+/// x[4 n + 2 r + e] of row 16 warp + lane / 4 + 8 r of the left operand, row 8 n + lane % 4 * 2 + e of the right one; 64 x 64.
 template <typename Element, int kD>
-__global__ void __launch_bounds__(512, 1) hopper_scan(const __grid_constant__ HopperArgs args) {
-  using Shape = HopperShape<kD, Pass::kScan>;
+__device__ __forceinline__ void multiply(float (&x)[32], uint32_t left, uint32_t right) {
+  const uint64_t a = sm90::matrix_descriptor<16, 1024>(left),
+                 b = sm90::matrix_descriptor<16, 1024>(right);
+  sm90::pin(x);
+  sm90::wgmma_fence();
+#pragma unroll
+  for (int c = 0; c < kD / 16; ++c)
+    sm90::wgmma_shared<Element, 64, 0, 0>(x, a + (c / 4 * 8192 + c % 4 * 32) / 16,
+                                          b + (c / 4 * 8192 + c % 4 * 32) / 16, c > 0);
+  sm90::wgmma_commit();
+  sm90::wgmma_wait<0>();
+  sm90::pin(x);
+}
+
+template <typename Element, int kD>
+__global__ void __launch_bounds__(1024, 1) hopper_scan(const __grid_constant__ HopperArgs args) {
+  using Shape = HopperShape<kD>;
   extern __shared__ char memory[];
   const uint32_t base = (shared_address(memory) + 1023) / 1024 * 1024;
   const WindowArgs& w = args.window;
   KeyRing<Shape> ring(args, base);
-  const int group = threadIdx.x / 128, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-  const int pair = group % args.pairs, step = Shape::kGroups / args.pairs;
-
-  // This thread's rows of tile s: 16 warp + lane / 4 + 8 r.
-  uint32_t q[2][kD / 16][4];
-  int position[2][2], document[2][2];
-  float top_so_far[2][2];
-  float2* statistics[2];
-  bool active[2];
-  int lowest = 0x7fffffff, highest = -1, latest_document = 0;  // of the warp's rows
-#pragma unroll
-  for (int s = 0; s < 2; ++s) {
-    const RowTile tile(w, ring.batch, ring.kv_head, ring.first_tile + 2 * pair + s);
-    active[s] = tile.active;
-    statistics[s] = w.block_statistics + tile.head_row * w.num_blocks * w.padded_rows +
-                    tile.first_row + warp * 16 + lane / 4;
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int row = tile.first_row + warp * 16 + lane / 4 + 8 * r;
-      const bool real = tile.active && row < w.num_rows;
-      position[s][r] = real ? w.row_positions[row] : -1;
-      document[s][r] = real && w.row_document_start != nullptr
-                           ? w.row_document_start[ring.batch * w.num_rows + row]
-                           : 0;
-      top_so_far[s][r] = -kInfinity;
-      if (real) {
-        lowest = min(lowest, position[s][r]);
-        highest = max(highest, position[s][r]);
-        latest_document = max(latest_document, document[s][r]);
-      }
-      bool refused = false;
-      const char* from = w.q + ring.batch * w.q_stride_batch + row * w.q_stride_row +
-                         tile.head * w.q_stride_head + lane % 4 * 4;
-#pragma unroll
-      for (int c = 0; c < kD / 16; ++c) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          q[s][c][r + 2 * half] =
-              real ? *reinterpret_cast<const uint32_t*>(from + c * 32 + half * 16) : 0;
-          refused = refused || beyond(q[s][c][r + 2 * half], w.magnitude_limit);
-        }
-      }
-      if (refused) report(w.fault, FaultKind::kQuery, tile.head_row * w.seq_len + position[s][r]);
-    }
-  }
-  lowest = __reduce_min_sync(~0u, lowest);
-  highest = __reduce_max_sync(~0u, highest);
-  latest_document = __reduce_max_sync(~0u, latest_document);
-  __syncthreads();  // the barriers are ready
-
-  for (int i = group / args.pairs; i < ring.end - ring.begin; i += step) {
-    if (threadIdx.x == 0) ring.load_ahead(i);
-    __syncwarp();
-    const int start = w.block_starts[ring.begin + i];
-    ring.wait(i);
-    for (int chunk = pair * 128 + static_cast<int>(threadIdx.x) % 128; chunk < 64 * (kD / 8);
-         chunk += args.pairs * 128) {
-      const uint4 value = sm90::load_shared_v4(Shape::keys(base, i % Shape::kStages) + chunk * 16);
-      if (beyond(value, w.magnitude_limit) != 0)
+  const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+  ring.template prepare<Element, kD>([](int64_t) { return 0.0f; });
+  RowRange range;
+  range.find<Shape>(base, ring.tile, lane);
+  // This thread's rows: 16 warp + lane / 4 + 8 r.
+  const RowTile tile(w, ring.batch, ring.kv_head, ring.first_tile + ring.tile);
+  const bool keeps = tile.active && lane % 4 == 0;
+  float2* statistics = w.block_statistics +
+                       (tile.head_row * w.num_blocks + ring.begin + ring.first()) * w.padded_rows +
+                       tile.first_row + warp * 16 + lane / 4;
+  float top_so_far[2] = {-kInfinity, -kInfinity};
+  for (int i = ring.first(); i < ring.count; i += ring.step) {
+    ring.load_ahead(i);
+    const int start = sm90::load_shared_s32(Shape::start(base, i));
+    ring.wait();
+    const uint32_t keys = Shape::keys(base, ring.slot);
+    for (int chunk = ring.tile * 128 + static_cast<int>(threadIdx.x) % 128; chunk < 64 * (kD / 8);
+         chunk += args.tiles * 128) {
+      if (beyond(sm90::load_shared_v4(keys + chunk * 16), w.magnitude_limit) != 0)
         report_key(w, ring.batch, ring.begin + i, chunk / 8 % 64);
     }
-    const uint64_t keys = sm90::matrix_descriptor<16, 1024>(Shape::keys(base, i % Shape::kStages));
-    const bool visible = start <= highest;
-    const bool masked = start + 63 > lowest || start < latest_document;
+    float x[32];
+    ring.begin_turn();
+    multiply<Element, kD>(x, Shape::rows(base, ring.tile), keys);
+    ring.end_turn();
+    ring.release();
+    if (range.masked(start)) {
 #pragma unroll
-    for (int s = 0; s < 2; ++s) {
-      float x[32];
-      sm90::pin(x);
-      sm90::wgmma_fence();
-#pragma unroll
-      for (int c = 0; c < kD / 16; ++c)
-        sm90::wgmma<Element, 64, 0>(x, q[s][c], keys + (c / 4 * 8192 + c % 4 * 32) / 16, c > 0);
-      sm90::wgmma_commit();
-      sm90::wgmma_wait<0>();
-      sm90::pin(x);
-      if (s == 1) ring.release(i);
-      // x[4 n + 2 r + e]: key 8 n + lane % 4 * 2 + e.
-      if (masked) {
+      for (int r = 0; r < 2; ++r) {
+        const int row = ring.tile * 64 + warp * 16 + lane / 4 + 8 * r;
+        const int position = sm90::load_shared_s32(Shape::position(base, row)),
+                  document = sm90::load_shared_s32(Shape::document(base, row));
 #pragma unroll
         for (int n = 0; n < 8; ++n)
 #pragma unroll
-          for (int e = 0; e < 4; ++e) {
-            const int key = start + n * 8 + lane % 4 * 2 + e % 2;
-            if (key > position[s][e / 2] || key < document[s][e / 2]) x[4 * n + e] = -kInfinity;
+          for (int e = 0; e < 2; ++e) {
+            const int key = start + n * 8 + lane % 4 * 2 + e;
+            if (key > position || key < document) x[4 * n + 2 * r + e] = -kInfinity;
           }
       }
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        float top = -kInfinity;
-#pragma unroll
-        for (int n = 0; n < 8; ++n) top = fmaxf(top, fmaxf(x[4 * n + 2 * r], x[4 * n + 2 * r + 1]));
-        top = quad_max(top) * w.scale_log2;
-        if (!visible) top = -kInfinity;
-        const float reference = top == -kInfinity ? 0.0f : top;
-        float sum = 0, other = 0;
-#pragma unroll
-        for (int n = 0; n < 8; ++n) {
-          sum += exp2_approx(fmaf(x[4 * n + 2 * r], w.scale_log2, -reference));
-          other += exp2_approx(fmaf(x[4 * n + 2 * r + 1], w.scale_log2, -reference));
-        }
-        sum = quad_sum(sum + other);
-        if (!visible) sum = 0;
-        top_so_far[s][r] = fmaxf(top_so_far[s][r], top);
-        if (active[s] && lane % 4 == 0)
-          statistics[s][static_cast<int64_t>(ring.begin + i) * w.padded_rows + 8 * r] = {top, sum};
-      }
     }
-  }
-  if (lane % 4 == 0) {
+    float top[2], sum[2];
 #pragma unroll
-    for (int s = 0; s < 2; ++s) {
-      const RowTile tile(w, ring.batch, ring.kv_head, ring.first_tile + 2 * pair + s);
+    for (int r = 0; r < 2; ++r) {
+      top[r] = fmaxf(x[2 * r], x[2 * r + 1]);
 #pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const int row = tile.first_row + warp * 16 + lane / 4 + 8 * r;
-        if (tile.active && row < w.num_rows)
-          atomic_max(w.row_max + tile.head_row * w.num_rows + row, top_so_far[s][r]);
+      for (int n = 1; n < 8; ++n)
+        top[r] = fmaxf(top[r], fmaxf(x[4 * n + 2 * r], x[4 * n + 2 * r + 1]));
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      top[r] = quad_max(top[r]) * w.scale_log2;
+      const float reference = top[r] == -kInfinity ? 0.0f : top[r];
+      float other = 0;
+      sum[r] = 0;
+#pragma unroll
+      for (int n = 0; n < 8; ++n) {
+        sum[r] += exp2_approx(fmaf(x[4 * n + 2 * r], w.scale_log2, -reference));
+        other += exp2_approx(fmaf(x[4 * n + 2 * r + 1], w.scale_log2, -reference));
       }
+      sum[r] += other;
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      sum[r] = quad_sum(sum[r]);
+      top_so_far[r] = fmaxf(top_so_far[r], top[r]);
+      if (keeps) statistics[8 * r] = {top[r], sum[r]};
+    }
+    statistics += static_cast<int64_t>(ring.step) * w.padded_rows;
+  }
+  if (keeps) {
+    const RowTile own(w, ring.batch, ring.kv_head, ring.first_tile + ring.tile);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row = own.first_row + warp * 16 + lane / 4 + 8 * r;
+      if (row < w.num_rows) atomic_max(w.row_max + own.head_row * w.num_rows + row, top_so_far[r]);
     }
   }
 }
@@ -303,213 +343,136 @@ __device__ __forceinline__ void keep_half(float (&x)[kCount], int distance, int 
 
 /// Consecutive rows; no offsets.
 template <typename Element, int kD>
-__global__ void __launch_bounds__(512, 1) hopper_masses(const __grid_constant__ HopperArgs args) {
-  using Shape = HopperShape<kD, Pass::kMasses>;
+__global__ void __launch_bounds__(1024, 1) hopper_masses(const __grid_constant__ HopperArgs args) {
+  using Shape = HopperShape<kD>;
   extern __shared__ char memory[];
   const uint32_t base = (shared_address(memory) + 1023) / 1024 * 1024;
   const WindowArgs& w = args.window;
   KeyRing<Shape> ring(args, base);
-  const int group = threadIdx.x / 128, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-  const int pair = group % args.pairs, step = Shape::kGroups / args.pairs;
-
-  const uint32_t states = base + Shape::kStates, positions = states + Shape::kTiles * 256,
-                 documents = positions + Shape::kTiles * 256;
-  for (int i = threadIdx.x; i < 2 * args.pairs * 64; i += Shape::kThreads) {
-    const RowTile tile(w, ring.batch, ring.kv_head, ring.first_tile + i / 64);
-    const int row = tile.first_row + i % 64;
-    const bool real = tile.active && row < w.num_rows;
-    float state = kInfinity;  // what is subtracted from a score
-    if (real) {
-      const int64_t sum = w.row_sum[tile.head_row * w.num_rows + row];
-      if (sum > 0)
-        state = w.known_row_max[tile.head_row * w.num_rows + row] +
-                log2f(static_cast<float>(sum) * 0x1p-40f);
-    }
-    sm90::store_shared_s32(states + i * 4, __float_as_int(state));
-    sm90::store_shared_s32(positions + i * 4, real ? w.row_positions[row] : -1);
-    sm90::store_shared_s32(documents + i * 4,
-                           real && w.row_document_start != nullptr
-                               ? w.row_document_start[ring.batch * w.num_rows + row]
-                               : 0);
-  }
-  for (int i = threadIdx.x; i < 2 * args.pairs * 64 * (kD / 8); i += Shape::kThreads) {
-    const int stacked = i / (kD / 8), c = i % (kD / 8);
-    const RowTile tile(w, ring.batch, ring.kv_head, ring.first_tile + stacked / 64);
-    const int row = tile.first_row + stacked % 64;
-    uint4 value = {0, 0, 0, 0};
-    if (tile.active && row < w.num_rows)
-      value = *reinterpret_cast<const uint4*>(w.q + ring.batch * w.q_stride_batch +
-                                              row * w.q_stride_row + tile.head * w.q_stride_head +
-                                              c * 16);
-    sm90::store_shared_v4(Shape::rows(base, stacked / 128) + c / 8 * 16384 + stacked % 128 * 128 +
-                              (c % 8 ^ stacked % 8) * 16,
-                          value.x, value.y, value.z, value.w);
-  }
-  sm90::fence_async_shared();
-  __syncthreads();
-
-  int lowest = 0x7fffffff, highest = -1, latest_document = 0;  // of the pair's rows
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const uint32_t at = (pair * 128 + lane + 32 * i) * 4;
-    const int position = sm90::load_shared_s32(positions + at);
-    if (position < 0) continue;
-    lowest = min(lowest, position);
-    highest = max(highest, position);
-    latest_document = max(latest_document, sm90::load_shared_s32(documents + at));
-  }
-  lowest = __reduce_min_sync(~0u, lowest);
-  highest = __reduce_max_sync(~0u, highest);
-  latest_document = __reduce_max_sync(~0u, latest_document);
-  // After the sums over lanes a lane holds one: of key lane / 4 + 8 (lane / 2 % 2), tile lane % 2.
-  const RowTile of_column(w, ring.batch, ring.kv_head, ring.first_tile + 2 * pair + lane % 2);
-  int64_t* const own_columns = w.columns + of_column.head_row / w.heads_per_choice * w.num_keys;
+  const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+  ring.template prepare<Element, kD>([&](int64_t at) {
+    const int64_t sum = w.row_sum[at];
+    return sum > 0 ? w.known_row_max[at] + log2f(static_cast<float>(sum) * 0x1p-40f) : kInfinity;
+  });
+  RowRange range;
+  range.find<Shape>(base, ring.tile, lane);
+  const RowTile tile(w, ring.batch, ring.kv_head, ring.first_tile + ring.tile);
+  const int64_t choice = tile.head_row / w.heads_per_choice;
+  // After the sums over lanes an even lane holds one: of key 16 warp + lane / 4 + 8 (lane / 2 % 2).
   const int own_key = warp * 16 + lane / 4 + lane / 2 % 2 * 8;
-  // Likewise of diagonals: tile lane / 16, share lane / 4 % 4.
-  const RowTile of_diagonal(w, ring.batch, ring.kv_head, ring.first_tile + 2 * pair + lane / 16);
-  int64_t* const own_diagonals =
-      w.diagonals + of_diagonal.head_row / w.heads_per_choice * w.num_diagonals;
-  int first_position[2];
-#pragma unroll
-  for (int h = 0; h < 2; ++h)
-    first_position[h] = sm90::load_shared_s32(positions + (pair * 2 + h) * 256);
+  const bool keeps_column = tile.active && lane % 2 == 0;
+  int64_t* const columns_of_choice = w.columns + choice * w.num_keys;
+  // Likewise every eighth lane one share of a diagonal.
+  int64_t* const diagonals_of_choice = w.diagonals == nullptr || !tile.active || lane % 8 != 0
+                                           ? nullptr
+                                           : w.diagonals + choice * w.num_diagonals;
+  const int first_position = sm90::load_shared_s32(Shape::position(base, ring.tile * 64));
+  const uint32_t states = Shape::state(base, ring.tile * 64 + lane % 4 * 2);
 
-  int64_t total = 0;  // of the columns that this thread wrote, all of one head
-  for (int i = group / args.pairs; i < ring.end - ring.begin; i += step) {
-    if (threadIdx.x == 0) ring.load_ahead(i);
-    __syncwarp();
-    const int start = w.block_starts[ring.begin + i];
-    ring.wait(i);
-    float x[64];
-    {
-      const uint64_t keys =
-                         sm90::matrix_descriptor<16, 1024>(Shape::keys(base, i % Shape::kStages)),
-                     rows = sm90::matrix_descriptor<16, 1024>(Shape::rows(base, pair));
-      sm90::pin(x);
-      sm90::wgmma_fence();
+  int64_t total = 0;  // of the columns that this thread wrote
+  for (int i = ring.first(); i < ring.count; i += ring.step) {
+    ring.load_ahead(i);
+    const int start = sm90::load_shared_s32(Shape::start(base, i));
+    ring.wait();
+    // x[4 n + 2 r + e]: key 16 warp + lane / 4 + 8 r, row 8 n + lane % 4 * 2 + e.
+    float x[32];
+    ring.begin_turn();
+    multiply<Element, kD>(x, Shape::keys(base, ring.slot), Shape::rows(base, ring.tile));
+    ring.end_turn();
+    ring.release();
 #pragma unroll
-      for (int c = 0; c < kD / 16; ++c)
-        sm90::wgmma_shared<Element, 128, 0, 0>(x, keys + (c / 4 * 8192 + c % 4 * 32) / 16,
-                                               rows + (c / 4 * 16384 + c % 4 * 32) / 16, c > 0);
-      sm90::wgmma_commit();
-      sm90::wgmma_wait<0>();
-      sm90::pin(x);
+    for (int n = 0; n < 8; ++n) {
+      const float2 state = sm90::load_shared_f2(states + n * 32);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        x[4 * n + 2 * r] = fmaf(x[4 * n + 2 * r], w.scale_log2, -state.x);
+        x[4 * n + 2 * r + 1] = fmaf(x[4 * n + 2 * r + 1], w.scale_log2, -state.y);
+      }
     }
-    ring.release(i);
-    const bool visible = start <= highest;
-    const bool masked = start + 63 > lowest || start < latest_document;
-    float columns[4];    // tile + 2 r
-    float diagonals[8];  // 4 tile + share
-    // x[32 h + 4 n + 2 r + e]: key 16 warp + lane / 4 + 8 r, row 8 n + lane % 4 * 2 + e of tile h.
+    if (range.masked(start)) {
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const uint32_t at = (pair * 128 + h * 64 + lane % 4 * 2) * 4;
+      for (int n = 0; n < 8; ++n)
 #pragma unroll
-      for (int n = 0; n < 8; ++n) {
-        const float2 state = sm90::load_shared_f2(states + at + n * 32);
+        for (int e = 0; e < 2; ++e) {
+          const int row = ring.tile * 64 + n * 8 + lane % 4 * 2 + e;
+          const int position = sm90::load_shared_s32(Shape::position(base, row)),
+                    document = sm90::load_shared_s32(Shape::document(base, row));
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          float* p = x + 32 * h + 4 * n + 2 * r;
-          p[0] = fmaf(p[0], w.scale_log2, -state.x);
-          p[1] = fmaf(p[1], w.scale_log2, -state.y);
-        }
-      }
-      if (masked) {
-#pragma unroll
-        for (int n = 0; n < 8; ++n)
-#pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            const int position = sm90::load_shared_s32(positions + at + n * 32 + e * 4),
-                      document = sm90::load_shared_s32(documents + at + n * 32 + e * 4);
-#pragma unroll
-            for (int r = 0; r < 2; ++r) {
-              const int key = start + warp * 16 + lane / 4 + 8 * r;
-              if (key > position || key < document) x[32 * h + 4 * n + 2 * r + e] = -kInfinity;
-            }
+          for (int r = 0; r < 2; ++r) {
+            const int key = start + warp * 16 + lane / 4 + 8 * r;
+            if (key > position || key < document) x[4 * n + 2 * r + e] = -kInfinity;
           }
-      }
+        }
+    }
 #pragma unroll
-      for (int j = 0; j < 32; ++j) x[32 * h + j] = exp2_approx(x[32 * h + j]);
+    for (int j = 0; j < 32; ++j) x[j] = exp2_approx(x[j]);
 
-      // t = offset - 64 c; shares are piecewise linear in it (window_kernel.cuh).
-      const int offset = first_position[h] - start;
-      const int c = offset >= 0 ? offset / 64 : -((63 - offset) / 64);
-      float whole = 0, slope = 0, bend = 0, late = 0;  // sums of p, p t, p |t|, p |t - 64|
+    // t = offset - 64 c; shares are piecewise linear in it (window_kernel.cuh).
+    const int offset = first_position - start;
+    const int c = offset >> 6;
+    float columns[2] = {0, 0}, slope[2] = {0, 0}, bend[2] = {0, 0};  // sums of p, p t, p |t|
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float t0 =
+          static_cast<float>((offset & 63) - warp * 16 - lane / 4 - 8 * r + lane % 4 * 2);
+#pragma unroll
+      for (int n = 0; n < 8; ++n)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const float p = x[4 * n + 2 * r + e], t = t0 + static_cast<float>(8 * n + e);
+          columns[r] += p;
+          slope[r] = fmaf(p, t, slope[r]);
+          bend[r] = fmaf(p, fabsf(t), bend[r]);
+        }
+    }
+    const float whole = columns[0] + columns[1], x1 = slope[0] + slope[1], x2 = bend[0] + bend[1];
+    float late = 64 * whole - x1;  // the sum of p |t - 64| where t <= 64 in all rows
+    if ((offset & 63) > 1) {
+      late = 0;
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const float t0 =
-            static_cast<float>(offset - 64 * c - warp * 16 - lane / 4 - 8 * r + lane % 4 * 2);
-        float column = 0;
+            static_cast<float>((offset & 63) - 64 - warp * 16 - lane / 4 - 8 * r + lane % 4 * 2);
 #pragma unroll
         for (int n = 0; n < 8; ++n)
 #pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            const float p = x[32 * h + 4 * n + 2 * r + e];
-            const float t = t0 + static_cast<float>(8 * n + e);
-            column += p;
-            slope = fmaf(p, t, slope);
-            bend = fmaf(p, fabsf(t), bend);
-          }
-        columns[h + 2 * r] = column;
-        whole += column;
+          for (int e = 0; e < 2; ++e)
+            late = fmaf(x[4 * n + 2 * r + e], fabsf(t0 + static_cast<float>(8 * n + e)), late);
       }
-      if (offset - 64 * c <= 1) {  // t <= 64
-        late = 64 * whole - slope;
-      } else {
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          const float t0 = static_cast<float>(offset - 64 * c - 64 - warp * 16 - lane / 4 - 8 * r +
-                                              lane % 4 * 2);
-#pragma unroll
-          for (int n = 0; n < 8; ++n)
-#pragma unroll
-            for (int e = 0; e < 2; ++e)
-              late = fmaf(x[32 * h + 4 * n + 2 * r + e], fabsf(t0 + static_cast<float>(8 * n + e)),
-                          late);
-        }
-      }
-      float* const shares = diagonals + 4 * h;
-      shares[0] = (bend - slope) / 2;
-      shares[1] = (64 * whole + slope - 2 * bend + late) / 2;
-      shares[2] = (bend - 2 * late + 128 * whole - slope) / 2;
-      shares[3] = (late + slope - 64 * whole) / 2;
-#pragma unroll
-      for (int j = 0; j < 4; ++j)  // what cancellation leaves of nothing
-        if (!(shares[j] >= whole * 1e-4f)) shares[j] = 0;
     }
-    keep_half<2>(columns, 2, lane);
-    keep_half<1>(columns, 1, lane);
-    const int64_t key = static_cast<int64_t>(ring.begin + i) * 64 + own_key;
-    if (of_column.active && key < w.num_keys) {
-      const int64_t mass = visible ? fixed_point(columns[0], 64.0f) : 0;
+    float shares[4] = {(x2 - x1) / 2, (64 * whole + x1 - 2 * x2 + late) / 2,
+                       (x2 - 2 * late + 128 * whole - x1) / 2, (late + x1 - 64 * whole) / 2};
+#pragma unroll
+    for (int j = 0; j < 4; ++j)  // what cancellation leaves of nothing
+      if (!(shares[j] >= whole * 1e-4f)) shares[j] = 0;
+
+    keep_half<1>(columns, 2, lane);
+    columns[0] += __shfl_xor_sync(~0u, columns[0], 1);
+    const int key = (ring.begin + i) * 64 + own_key;
+    if (keeps_column && key < w.num_keys) {
+      const int64_t mass = fixed_point(columns[0], 64.0f);
       total += mass;
       if (w.columns_shared == 0)
-        own_columns[key] = mass;
+        columns_of_choice[key] = mass;
       else if (mass != 0)
-        atomic_add(own_columns + key, mass);
+        atomic_add(columns_of_choice + key, mass);
     }
-    if (w.diagonals != nullptr && visible) {
-      keep_half<4>(diagonals, 16, lane);
-      keep_half<2>(diagonals, 8, lane);
-      keep_half<1>(diagonals, 4, lane);
-      const float share = quad_sum(diagonals[0]);
-      const int offset = first_position[lane / 16] - start;
-      const int c = offset >= 0 ? offset / 64 : -((63 - offset) / 64);
-      const int to_diagonal = c - 1 + lane / 4 % 4;
-      if (lane % 4 == 0 && of_diagonal.active && to_diagonal >= 0 &&
-          to_diagonal < w.num_diagonals) {
-        const int64_t mass = fixed_point(share, 4096.0f);
-        if (mass != 0) atomic_add(own_diagonals + to_diagonal, mass);
-      }
+    keep_half<2>(shares, 16, lane);
+    keep_half<1>(shares, 8, lane);
+    float share = shares[0];
+    share += __shfl_xor_sync(~0u, share, 4);
+    share = quad_sum(share);
+    const int to_diagonal = c - 1 + lane / 8;
+    if (diagonals_of_choice != nullptr && to_diagonal >= 0 && to_diagonal < w.num_diagonals) {
+      const int64_t mass = fixed_point(share, 4096.0f);
+      if (mass != 0) atomic_add(diagonals_of_choice + to_diagonal, mass);
     }
   }
   if (w.totals != nullptr) {
-    // Lanes of one parity have one head.
 #pragma unroll
-    for (int distance = 16; distance > 1; distance /= 2)
+    for (int distance = 16; distance > 0; distance /= 2)
       total += __shfl_xor_sync(~0u, total, distance);
-    if (lane < 2 && of_column.active && total != 0)
-      atomic_add(w.totals + of_column.head_row / w.heads_per_choice, total);
+    if (lane == 0 && total != 0) atomic_add(w.totals + choice, total);
   }
 }
 
@@ -519,17 +482,16 @@ cudaError_t launch_hopper(Kernel kernel, int bytes, const HopperArgs& args, int6
   const cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (error != cudaSuccess) return error;
-  kernel<<<static_cast<unsigned>(grid), 512, bytes, stream>>>(args);
+  kernel<<<static_cast<unsigned>(grid), 1024, bytes, stream>>>(args);
   return cudaGetLastError();
 }
 
 template <typename Element, int kD>
 cudaError_t launch_hopper_of(Pass pass, const HopperArgs& args, int64_t grid, cudaStream_t stream) {
-  if (pass == Pass::kScan)
-    return launch_hopper(hopper_scan<Element, kD>, HopperShape<kD, Pass::kScan>::kBytes, args, grid,
-                         stream);
-  return launch_hopper(hopper_masses<Element, kD>, HopperShape<kD, Pass::kMasses>::kBytes, args,
-                       grid, stream);
+  constexpr int kBytes = HopperShape<kD>::kBytes;
+  return pass == Pass::kScan
+             ? launch_hopper(hopper_scan<Element, kD>, kBytes, args, grid, stream)
+             : launch_hopper(hopper_masses<Element, kD>, kBytes, args, grid, stream);
 }
 
 }  // namespace mtraining::kernels::pattern_cuda

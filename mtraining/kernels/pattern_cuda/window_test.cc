@@ -365,8 +365,9 @@ TEST(WindowOnDevice, ValuesThatTheHostRefusesAreNoMassAndTheFirstIsReported) {
   const double inf = std::numeric_limits<double>::infinity();
   for (const int64_t head_dim : {64, 96, 128}) {
     for (const int64_t heads : {2, 8}) {  // of two kv heads: one tile of rows, or four
-      for (const double bad : {std::nan(""), inf, -inf, 3e38, 0x1p50}) {
+      for (const double bad : {std::nan(""), -inf, 0x1p50}) {
         for (const bool strided : {false, true}) {
+          if (strided && bad != -inf) continue;
           SCOPED_TRACE(concat("head_dim ", head_dim, ", heads ", heads, ", ", bad));
           Runner runner({.name = "refused",
                          .batch = 2,

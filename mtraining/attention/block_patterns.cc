@@ -1,0 +1,333 @@
+#include "mtraining/attention/block_patterns.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <cmath>
+#include <utility>
+#include <vector>
+
+#include "mtraining/attention/tensors.h"
+#include "mtraining/base/error_kinds.h"
+#include "mtraining/kernels/window.h"
+
+namespace mtraining::attention {
+namespace {
+
+constexpr int64_t kBlock = layout::kBlock;
+// Of a matrix of scores: how many query blocks are looked at together.
+constexpr int64_t kMostScores = int64_t{1} << 25;
+
+int64_t blocks_of(int64_t tokens, int64_t block = kBlock) { return (tokens + block - 1) / block; }
+
+comm::Communicator* group_of(RingContext::State& state, at::Device device) {
+  if (state.layout.cp_size() == 1) return nullptr;
+  comm::Communicator* const group =
+      device.is_cpu() ? state.index_group.get() : state.device_index_group.get();
+  MT_ASSERT(group != nullptr, "no communicator for memory of ", device.str());
+  return group;
+}
+
+void all_reduce(comm::Communicator* group, at::Tensor& contiguous, comm::ElementType type,
+                comm::ReduceOp op = comm::ReduceOp::kSum) {
+  if (group != nullptr) group->all_reduce(writable_bytes_of(contiguous), type, op)->wait();
+}
+
+/// Real rows of all ranks in order, [B, N, heads, D].
+at::Tensor whole_sequence(RingContext::State& state, const at::Tensor& shard,
+                          comm::Communicator* group) {
+  const int64_t n = state.layout.seq_len();
+  if (group == nullptr) return shard.narrow(1, 0, n);
+  std::vector<int64_t> tokens, positions;
+  for (int64_t t = 0; t < std::ssize(state.positions); ++t) {
+    if (state.positions[t] >= n) continue;
+    tokens.push_back(t);
+    positions.push_back(state.positions[t]);
+  }
+  const at::Tensor from = at::tensor(tokens, at::kLong).to(shard.device()),
+                   to = at::tensor(positions, at::kLong).to(shard.device());
+  // Bits are summed as integers: zeros of all ranks but the owner leave every bit as it is.
+  at::Tensor whole =
+      at::zeros({shard.size(0), n + n % 2, shard.size(2), shard.size(3)}, shard.options());
+  whole.index_copy_(1, to, shard.index_select(1, from));
+  all_reduce(group, whole, comm::ElementType::kInt32);
+  return whole.narrow(1, 0, n);
+}
+
+void check_finite(const char* name, const at::Tensor& whole) {
+  const at::Tensor bad = at::isfinite(whole).all(-1).logical_not_().transpose(1, 2);  // [B, H, N]
+  if (!bad.any().item<bool>()) return;
+  const at::Tensor place = bad.nonzero()[0].cpu();
+  MT_CHECK_FINITE(false, name, ": expected finite values, got NaN or inf at sample ",
+                  place[0].item<int64_t>(), ", head ", place[1].item<int64_t>(), ", position ",
+                  place[2].item<int64_t>());
+}
+
+/// [N, D] as groups [ceil(N / stride), stride * D], zeros after the end. Queries are put in reverse order, so that a score is one dot
+/// product of groups.
+at::Tensor groups_of(const at::Tensor& rows, int64_t stride, bool reverse) {
+  const int64_t n = rows.size(0), groups = blocks_of(n, stride);
+  at::Tensor padded = at::constant_pad_nd(rows, {0, 0, 0, groups * stride - n}, 0)
+                          .reshape({groups, stride, rows.size(1)});
+  if (reverse) padded = padded.flip(1);
+  return padded.reshape({groups, stride * rows.size(1)}).contiguous();
+}
+
+at::Tensor products(const at::Tensor& a, const at::Tensor& b) {
+  if (a.is_cuda() && (a.scalar_type() == at::kBFloat16 || a.scalar_type() == at::kHalf))
+    return at::mm(a, b.t(), at::kFloat).to(at::kDouble);
+  return at::mm(a.to(at::kDouble), b.to(at::kDouble).t());
+}
+
+/// Lists of key blocks on the host from what each head chose.
+class ListMaker {
+ public:
+  explicit ListMaker(int64_t num_blocks) : num_blocks_(num_blocks) { rows_.row_begin = {0}; }
+  /// bool [NB, NB] of the next head; only key blocks up to the query block are looked at.
+  void add(const at::Tensor& chosen) {
+    const at::Tensor mask = chosen.tril();
+    const at::Tensor counts = mask.sum(-1).cpu();
+    const at::Tensor blocks = mask.nonzero().select(1, 1).to(at::kInt).cpu();
+    const auto* count = counts.const_data_ptr<int64_t>();
+    for (int64_t q = 0; q < num_blocks_; ++q)
+      rows_.row_begin.push_back(rows_.row_begin.back() + count[q]);
+    const auto* from = blocks.const_data_ptr<int32_t>();
+    rows_.key_blocks.insert(rows_.key_blocks.end(), from, from + blocks.numel());
+  }
+  index::Index finish(int64_t batch, int64_t heads, int64_t seq_len) {
+    return index::make_block_index(static_cast<int>(batch), static_cast<int>(heads), seq_len,
+                                   std::move(rows_));
+  }
+
+ private:
+  int64_t num_blocks_;
+  index::BlockRows rows_;
+};
+
+/// Rows of `wide` x `wide` larger blocks as blocks of 64.
+at::Tensor in_blocks(const at::Tensor& chosen, int64_t wide, int64_t num_blocks) {
+  return chosen.repeat_interleave(wide, 0)
+      .narrow(0, 0, num_blocks)
+      .repeat_interleave(wide, 1)
+      .narrow(1, 0, num_blocks);
+}
+
+/// Attention by query block and key block of one head, int64 [query blocks of this rank, KB].
+class XAttentionHead {
+ public:
+  XAttentionHead(at::Tensor q_groups, at::Tensor k_groups, const at::Tensor& first_groups,
+                 double scale, const pattern::XAttentionOptions& options)
+      : q_(std::move(q_groups)),
+        k_(std::move(k_groups)),
+        first_groups_(first_groups),
+        scale_(scale),
+        per_block_(options.block / options.stride),
+        groups_(k_.size(0)),
+        key_blocks_(blocks_of(groups_, per_block_)),
+        columns_(at::arange(groups_, k_.options().dtype(at::kLong))) {}
+
+  at::Tensor masses(int64_t first, int64_t step) const {
+    const int64_t rows = blocks_of(key_blocks_ - first, step);
+    at::Tensor all =
+        at::zeros({std::max<int64_t>(rows, 0), key_blocks_}, k_.options().dtype(at::kLong));
+    const int64_t at_a_time = std::max<int64_t>(1, kMostScores / (per_block_ * groups_));
+    for (int64_t row = 0; row < rows; row += at_a_time) {
+      const int64_t count = std::min(at_a_time, rows - row);
+      // Groups of these query blocks; those that do not exist are left out at the end.
+      at::Tensor groups = ((at::arange(count, columns_.options()) + row) * step + first)
+                              .unsqueeze(1)
+                              .mul(per_block_)
+                              .add(at::arange(per_block_, columns_.options()))
+                              .flatten();
+      const at::Tensor exists = groups.lt(groups_);
+      groups = groups.clamp_max(groups_ - 1);
+      at::Tensor scores = products(q_.index_select(0, groups), k_).mul_(scale_);
+      at::Tensor hidden = columns_.unsqueeze(0).gt(groups.unsqueeze(1));
+      if (first_groups_.defined())
+        hidden = hidden.logical_or(
+            columns_.unsqueeze(0).lt(first_groups_.index_select(0, groups).unsqueeze(1)));
+      scores.masked_fill_(hidden, -INFINITY);
+      scores = at::softmax(scores, -1).mul_(exists.unsqueeze(1));
+      scores = at::constant_pad_nd(scores, {0, key_blocks_ * per_block_ - groups_}, 0)
+                   .view({count, per_block_, key_blocks_, per_block_})
+                   .sum({1, 3});
+      all.narrow(0, row, count).copy_(scores.mul_(static_cast<double>(kernels::kMassOne)).round_());
+    }
+    return all;
+  }
+
+ private:
+  at::Tensor q_, k_, first_groups_;
+  double scale_;
+  int64_t per_block_, groups_, key_blocks_;
+  at::Tensor columns_;
+};
+
+}  // namespace
+
+at::Tensor best_blocks(const at::Tensor& masses, const at::Tensor& sinks, int64_t first,
+                       int64_t step, double threshold) {
+  const int64_t rows = masses.size(0), key_blocks = masses.size(1);
+  const at::TensorOptions longs = masses.options();
+  const at::Tensor own = at::arange(rows, longs).mul(step).add(first).unsqueeze(1),
+                   sink = sinks.unsqueeze(1), block = at::arange(key_blocks, longs).unsqueeze(0);
+  const at::Tensor forced = block.eq(own).logical_or(block.eq(sink));
+  const at::Tensor total = masses.sum(-1, /*keepdim=*/true);
+  // pattern::top_p_threshold.
+  at::Tensor wanted = at::zeros_like(total);
+  if (threshold > 0) {
+    const at::Tensor product = at::ceil(total.to(at::kDouble).mul(threshold));
+    wanted = at::where(product.ge(total.to(at::kDouble)), total, product.to(at::kLong));
+  }
+  const at::Tensor between = block.gt(sink).logical_and(block.lt(own));
+  const auto [mass, order] =
+      masses.masked_fill(between.logical_not(), -1).sort(/*stable=*/true, -1, /*descending=*/true);
+  const at::Tensor counted = mass.clamp_min(0);
+  const at::Tensor held_before = masses.mul(forced).sum(-1, true) + counted.cumsum(-1) - counted;
+  const at::Tensor taken = mass.ge(0).logical_and(held_before.lt(wanted));
+  return forced.scatter(-1, order, taken).logical_or(forced);
+}
+
+index::Index xattention_by_tensors(RingContext::State& state, const at::Tensor& q,
+                                   const at::Tensor& k, double softmax_scale,
+                                   const at::Tensor& document_starts,
+                                   const pattern::XAttentionOptions& options) {
+  pattern::check(options);
+  const int64_t n = state.layout.seq_len(), batch = q.size(0), heads = q.size(2);
+  const int64_t shared = heads / k.size(2), stride = options.stride;
+  const int64_t wide = options.block / kBlock, query_blocks = blocks_of(n, options.block);
+  comm::Communicator* const group = group_of(state, q.device());
+  const at::Tensor whole_q = whole_sequence(state, q, group),
+                   whole_k = whole_sequence(state, k, group);
+  check_finite("q", whole_q);
+  check_finite("k", whole_k);
+  const double scale =
+      (softmax_scale > 0 ? softmax_scale : 1 / std::sqrt(static_cast<double>(q.size(3)))) /
+      static_cast<double>(stride);
+  const int64_t first = state.cp_rank, step = state.layout.cp_size();
+
+  ListMaker lists(blocks_of(n));
+  at::Tensor k_groups;
+  for (int64_t r = 0; r < batch * heads; ++r) {
+    const int64_t b = r / heads, h = r % heads;
+    if (r % shared == 0)
+      k_groups = groups_of(whole_k.select(0, b).select(1, h / shared), stride, false);
+    at::Tensor first_groups, sinks = at::zeros({query_blocks}, at::kLong);
+    if (document_starts.defined()) {
+      const at::Tensor starts = document_starts[b].to(at::kLong);
+      first_groups = starts.slice(0, 0, n, stride).floor_divide(stride).to(q.device());
+      sinks = starts.slice(0, 0, n, options.block).floor_divide(options.block);
+    }
+    const XAttentionHead head(groups_of(whole_q.select(0, b).select(1, h), stride, true), k_groups,
+                              first_groups, scale, options);
+    // Later query blocks cost more: dealt out in turn.
+    at::Tensor chosen =
+        at::zeros({query_blocks, (query_blocks + 3) / 4 * 4}, q.options().dtype(at::kByte));
+    if (first < query_blocks) {
+      const at::Tensor own = best_blocks(head.masses(first, step),
+                                         sinks.slice(0, first, query_blocks, step).to(q.device()),
+                                         first, step, options.threshold);
+      chosen.slice(0, first, query_blocks, step).narrow(1, 0, query_blocks).copy_(own);
+    }
+    all_reduce(group, chosen, comm::ElementType::kInt32);
+    lists.add(in_blocks(chosen.narrow(1, 0, query_blocks).to(at::kBool), wide, blocks_of(n)));
+  }
+  return lists.finish(batch, heads, n);
+}
+
+index::Index moba_by_tensors(RingContext::State& state, const at::Tensor& q, const at::Tensor& k,
+                             const at::Tensor& document_starts,
+                             const pattern::MobaOptions& options) {
+  pattern::check(options);
+  const layout::Layout& layout = state.layout;
+  const int64_t n = layout.seq_len(), blocks = blocks_of(n), batch = q.size(0), heads = q.size(2),
+                kv_heads = k.size(2), dim = q.size(3);
+  const int64_t per_chunk = options.chunk / kBlock, chunks = blocks_of(blocks, per_chunk);
+  comm::Communicator* const group = group_of(state, q.device());
+  const at::TensorOptions longs = q.options().dtype(at::kLong);
+
+  // This rank's blocks that hold real tokens, and where they are in the sequence.
+  std::vector<int64_t> local, global;
+  const std::vector<int32_t>& starts = state.block_starts[state.cp_rank];
+  for (int64_t i = 0; i < std::ssize(starts); ++i) {
+    if (starts[i] >= n) continue;
+    local.push_back(i);
+    global.push_back(starts[i] / kBlock);
+  }
+  const int64_t own_blocks = std::ssize(local);
+  const at::Tensor from = at::tensor(local, at::kLong).to(q.device()),
+                   to = at::tensor(global, at::kLong).to(q.device());
+  const at::Tensor real = (n - to * kBlock).clamp_max(kBlock);  // tokens of each block
+  const at::Tensor is_real = at::arange(kBlock, longs)
+                                 .unsqueeze(0)
+                                 .lt(real.unsqueeze(1))
+                                 .view({1, own_blocks, kBlock, 1, 1});
+  // [B, own blocks, heads, D] sums; padding may hold anything.
+  const auto sums = [&](const at::Tensor& shard) {
+    return at::where(is_real,
+                     shard.reshape({batch, -1, kBlock, shard.size(2), dim})
+                         .index_select(1, from)
+                         .to(at::kDouble),
+                     0.0)
+        .sum(2);
+  };
+  at::Tensor key_sums = at::zeros({batch, blocks, kv_heads, dim}, longs.dtype(at::kDouble));
+  key_sums.index_copy_(1, to, sums(k));
+  all_reduce(group, key_sums, comm::ElementType::kFloat64);
+  const at::Tensor bad = at::isfinite(key_sums).all(-1).logical_not_().transpose(1, 2);
+  if (bad.any().item<bool>()) {
+    const at::Tensor place = bad.nonzero()[0].cpu();
+    MT_CHECK_FINITE(false, "k: expected finite values, got NaN or inf at sample ",
+                    place[0].item<int64_t>(), ", head ", place[1].item<int64_t>(), ", block ",
+                    place[2].item<int64_t>());
+  }
+  // [B, H, chunks, D]
+  const at::Tensor key_means =
+      at::constant_pad_nd(key_sums, {0, 0, 0, 0, 0, chunks * per_chunk - blocks}, 0)
+          .view({batch, chunks, per_chunk, kv_heads, dim})
+          .sum(2)
+          .div_(static_cast<double>(options.chunk))
+          .permute({0, 2, 1, 3})
+          .repeat_interleave(heads / kv_heads, 1);
+  const at::Tensor query_means =
+      (sums(q) / real.to(at::kDouble).view({1, own_blocks, 1, 1})).permute({0, 2, 1, 3});
+  // +0 makes one zero of two. [B, H, own blocks, chunks]
+  at::Tensor gates = at::matmul(query_means, key_means.transpose(-1, -2)) + 0.0;
+
+  const at::Tensor chunk = at::arange(chunks, longs),
+                   own_chunk = to.floor_divide(per_chunk).view({1, 1, own_blocks, 1});
+  at::Tensor first_chunk = at::zeros({batch, 1, own_blocks, 1}, longs);
+  if (document_starts.defined()) {
+    first_chunk = document_starts.to(q.device())
+                      .to(at::kLong)
+                      .index_select(1, to * kBlock)
+                      .floor_divide(options.chunk)
+                      .view({batch, 1, own_blocks, 1});
+  }
+  const at::Tensor before = chunk.ge(first_chunk).logical_and(chunk.lt(own_chunk));
+  at::Tensor fault =
+      before.logical_and(at::isfinite(gates).logical_not()).any().to(at::kLong).view({1});
+  all_reduce(group, fault, comm::ElementType::kInt64, comm::ReduceOp::kMax);
+  MT_CHECK_FINITE(fault.item<int64_t>() == 0, "q: expected finite values, got NaN or inf");
+  gates = gates.masked_fill(before.logical_not(), -INFINITY);
+  const auto [gate, order] = gates.sort(/*stable=*/true, -1, /*descending=*/true);
+  const at::Tensor taken = gate.gt(-INFINITY).logical_and(chunk.lt(options.top_k - 1));
+  const at::Tensor chosen_chunks = at::zeros(gates.sizes(), longs.dtype(at::kBool))
+                                       .scatter(-1, order, taken)
+                                       .logical_or(chunk.eq(own_chunk));
+
+  ListMaker lists(blocks);
+  for (int64_t r = 0; r < batch * heads; ++r) {
+    at::Tensor chosen = at::zeros({blocks, (chunks + 3) / 4 * 4}, longs.dtype(at::kByte));
+    chosen.narrow(1, 0, chunks)
+        .index_copy_(0, to, chosen_chunks[r / heads][r % heads].to(at::kByte));
+    all_reduce(group, chosen, comm::ElementType::kInt32);
+    lists.add(chosen.narrow(1, 0, chunks)
+                  .to(at::kBool)
+                  .repeat_interleave(per_chunk, 1)
+                  .narrow(1, 0, blocks));
+  }
+  return lists.finish(batch, heads, n);
+}
+
+}  // namespace mtraining::attention
