@@ -78,7 +78,13 @@ struct KeyConsumer {
           load_shared_s32(Shape::positions(base, kGroup) + (16 * warp + lane / 4 + 8 * r) * 4);
       if ((bits >> (first + 8 * r) & 1) == 0) position[r] = INT_MAX;
     }
-    const bool documents = (flags & kMaskEach) != 0 && args.document_start != nullptr;
+    if ((flags & kMaskEach) == 0) {  // whole keys
+#pragma unroll
+      for (int i = 0; i < 32; ++i)
+        if (position[i / 2 % 2] == INT_MAX) s[i] = -INFINITY;
+      return;
+    }
+    const bool documents = args.document_start != nullptr;
     const int32_t* starts = args.document_start +
                             static_cast<int32_t>(note.w >> 16) * args.document_stride_batch +
                             q_block * 64;
@@ -104,7 +110,8 @@ struct KeyConsumer {
       of[j] = load_shared_f2(statistics + (8 * (4 * half + j) + 2 * (lane & 3)) * 4);
   }
 
-  __device__ __forceinline__ void probabilities(float (&s)[32], uint32_t statistics) const {
+  /// Exponents of the probabilities.
+  __device__ __forceinline__ void shift(float (&s)[32], uint32_t statistics) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float2 lse[4];
@@ -112,7 +119,7 @@ struct KeyConsumer {
 #pragma unroll
       for (int i = 0; i < 16; ++i) {
         float& x = s[16 * half + i];
-        x = exp2_approx(fmaf(x, args.scale_log2, i % 2 == 0 ? lse[i / 4].x : lse[i / 4].y));
+        x = fmaf(x, args.scale_log2, i % 2 == 0 ? lse[i / 4].x : lse[i / 4].y);
       }
     }
   }
@@ -225,10 +232,14 @@ struct KeyConsumer {
       const uint32_t slot = ring.slot;
       const bool masked = (flags & (kMaskBits | kMaskEach)) != 0;
       if (masked) mask(s, flags);
-      probabilities(s, Shape::statistics(base, slot));
+      shift(s, Shape::statistics(base, slot));
+      pin(s);
       float dp[32];
       wgmma_fence();
       issue_scores(dp, Shape::values(base, kGroup), Shape::dout(base, slot));
+      pin(s);
+#pragma unroll
+      for (int i = 0; i < 32; ++i) s[i] = exp2_approx(s[i]);
       wgmma_wait<0>();
       pin(dp);
       uint32_t rounded[4][4], gradients[4][4];
@@ -243,13 +254,29 @@ struct KeyConsumer {
       if constexpr (kWithQueries) leave_scores(gradients);
       ring.advance();
       flags = look();
-      wgmma_wait<0>();
-      pin(dk);
-      pin(dv);
-      arrive(Shape::empty(base, slot));
-      if ((flags & kNeeded) == 0) return;
-      wgmma_fence();
-      issue_scores(s, Shape::keys(base, kGroup), Shape::queries(base, ring.slot));
+      if constexpr (kWithQueries) {
+        wgmma_wait<0>();
+        pin(dk);
+        pin(dv);
+        arrive(Shape::empty(base, slot));
+        if ((flags & kNeeded) == 0) return;
+        wgmma_fence();
+        issue_scores(s, Shape::keys(base, kGroup), Shape::queries(base, ring.slot));
+      } else {
+        if ((flags & kNeeded) == 0) {
+          wgmma_wait<0>();
+          pin(dk);
+          pin(dv);
+          arrive(Shape::empty(base, slot));
+          return;
+        }
+        wgmma_fence();
+        issue_scores(s, Shape::keys(base, kGroup), Shape::queries(base, ring.slot));
+        wgmma_wait<1>();
+        pin(dk);
+        pin(dv);
+        arrive(Shape::empty(base, slot));
+      }
       wgmma_wait<0>();
       pin(s);
     }

@@ -30,6 +30,7 @@ struct KeyProducer {
   int keys = 0;              // that exist from there on
   int first_q_block = 0;     // of columns
   int first_head = 0;        // of those that share the kv head
+  bool keys_due = false;     // its keys are still to be loaded
 
   // ---- stages ----
 
@@ -60,6 +61,12 @@ struct KeyProducer {
   /// The next stage: 64 queries of a row. flags: of both groups.
   __device__ __forceinline__ void emit(int row, int q_block, int32_t q_start, uint32_t flags,
                                        uint64_t bits_0, uint64_t bits_1) {
+    // The item's first stage is on its way before the groups give back the keys of the item before.
+    emit_stage(row, q_block, q_start, flags, bits_0, bits_1);
+    if (keys_due) load_keys();
+  }
+  __device__ __forceinline__ void emit_stage(int row, int q_block, int32_t q_start, uint32_t flags,
+                                             uint64_t bits_0, uint64_t bits_1) {
     const uint32_t full = Shape::full(base, ring.slot), tile = Shape::queries(base, ring.slot),
                    statistics = Shape::statistics(base, ring.slot);
     const bool cleans = q_start < 0;
@@ -99,6 +106,7 @@ struct KeyProducer {
   }
 
   __device__ __forceinline__ void emit_end() {
+    if (keys_due) load_keys();
     mbarrier_wait(Shape::empty(base, ring.slot), ring.parity ^ 1);
     if (lane == 0) store_shared_v4(Shape::note(base, ring.slot), kEnd, 0, 0, 0);
     arrive(Shape::full(base, ring.slot));
@@ -109,6 +117,7 @@ struct KeyProducer {
 
   /// The item's keys, values and their positions.
   __device__ __forceinline__ void load_keys() {
+    keys_due = false;
     mbarrier_wait(Shape::keys_empty(base), keys_parity);
     const SourceArgs& from = args.sources[source];
     bool padding[4];
@@ -362,8 +371,9 @@ struct KeyProducer {
       if (lane == 0)
         item = atomicAdd(args.next_item, 1);  // early: its latency hides behind the item
       if (!decode(current)) continue;
-      load_keys();
+      keys_due = true;
       if (kind == kItemColumns) {
+        load_keys();  // and the positions that the walk reads
         walk_columns();
       } else {
         walk_blocks();
