@@ -42,8 +42,7 @@ int open_lock(const std::string& path, bool& made) {
 
 /// Whether the file is still the one of this name: a launch that was refused may have taken it away.
 bool is_at(int fd, const std::string& path) {
-  struct stat opened {
-  }, named{};
+  struct stat opened = {}, named = {};
   return ::fstat(fd, &opened) == 0 && ::stat(path.c_str(), &named) == 0 &&
          opened.st_dev == named.st_dev && opened.st_ino == named.st_ino;
 }

@@ -12,7 +12,7 @@ import torch
 import mtraining
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
-from dense_reference import attention, mask_of, structured  # noqa: E402
+from dense_reference import attention, mask_of, plain, row_error, structured  # noqa: E402
 
 pytestmark = pytest.mark.cuda
 
@@ -23,22 +23,6 @@ SPARSE = mtraining.VerticalSlash(
 
 def on_gpu(*tensors):
     return [x.cuda() for x in tensors]
-
-
-def row_error(got, want):
-    """Largest over rows of |got - want| / |want|; rows of nearly nothing by the mean row."""
-    error, size = (got.double() - want).norm(dim=-1), want.norm(dim=-1)
-    return (error / torch.maximum(size, 1e-3 * size.mean())).max().item()
-
-
-def plain(q, k, v, mask):
-    """The same sums written out in q's dtype with float32 softmax, as a yardstick of what its rounding costs."""
-    group = q.shape[2] // k.shape[2]
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    scores = (q @ k.transpose(-1, -2)).float() * q.shape[-1] ** -0.5
-    weights = scores.masked_fill(~mask, float("-inf")).softmax(-1)
-    return (weights.to(q.dtype) @ v).transpose(1, 2)
 
 
 def lists_equal_up_to_the_threshold(got, want, most):

@@ -22,6 +22,7 @@ import mtraining
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 from dense_reference import attention, structured  # noqa: E402
+from dense_reference import plain as written_out  # noqa: E402
 
 pytestmark = pytest.mark.cuda
 
@@ -73,16 +74,6 @@ def refused(call, *names, kinds=(ValueError, NotImplementedError)):
     text = str(caught.value)
     assert "\n" not in text and "frame #" not in text, text
     assert any(name in text for name in names), (names, text)
-
-
-def written_out(q, k, v, mask, scale=None):
-    """The same sums in q's dtype with a float32 softmax: what its rounding costs."""
-    group = q.shape[2] // k.shape[2]
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    scores = (q @ k.transpose(-1, -2)).float() * scale
-    return (scores.masked_fill(~mask, float("-inf")).softmax(-1).to(q.dtype) @ v).transpose(1, 2)
 
 
 def assert_right(q, k, v, pattern=SPARSE, **options):

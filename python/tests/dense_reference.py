@@ -32,6 +32,23 @@ def mask_of(index, document_starts=None):
     return mask
 
 
+def plain(q, k, v, mask, softmax_scale=None):
+    """The same sums written out in q's dtype with a float32 softmax, as a yardstick of what its rounding costs. Differentiable."""
+    group = q.shape[2] // k.shape[2]
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    scores = (q @ k.transpose(-1, -2)).float() * scale
+    weights = scores.masked_fill(~mask, float("-inf")).softmax(-1)
+    return (weights.to(q.dtype) @ v).transpose(1, 2)
+
+
+def row_error(got, want):
+    """Largest over rows of |got - want| / |want|; rows of nearly nothing (dq of the first token is 0) by the mean row."""
+    error, size = (got.double() - want).norm(dim=-1), want.norm(dim=-1)
+    return (error / torch.maximum(size, 1e-3 * size.mean())).max().item()
+
+
 def structured(batch, seq_len, heads, kv_heads, head_dim, seed=0, dtype=torch.float32):
     """q, k, v whose attention is truly sparse: means shared over positions under rotary embedding (slashes), some keys that
     every query likes (verticals), noise."""

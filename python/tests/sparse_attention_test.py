@@ -10,27 +10,11 @@ import torch
 import mtraining
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
-from dense_reference import attention, mask_of, structured  # noqa: E402
+from dense_reference import attention, mask_of, plain, row_error, structured  # noqa: E402
 
 SPARSE = mtraining.VerticalSlash(
     p_vertical=0.3, p_slash=0.3, sink_tokens=3, local_blocks=1, dense_threshold=1.0
 )
-
-
-def row_error(got, want):
-    """Largest over rows of |got - want| / |want|; rows of nearly nothing (dq of the first token is 0) by the mean row."""
-    error, size = (got.double() - want).norm(dim=-1), want.norm(dim=-1)
-    return (error / torch.maximum(size, 1e-3 * size.mean())).max().item()
-
-
-def plain(q, k, v, mask):
-    """The same sums written out in q's dtype with float32 softmax, as a yardstick of what its rounding costs."""
-    group = q.shape[2] // k.shape[2]
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    scores = (q @ k.transpose(-1, -2)).float() * q.shape[-1] ** -0.5
-    weights = scores.masked_fill(~mask, float("-inf")).softmax(-1)
-    return (weights.to(q.dtype) @ v).transpose(1, 2)
 
 
 def ragged_index(seq_len, diagonals, columns, batch=1, heads=1, **more):
