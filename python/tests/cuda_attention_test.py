@@ -110,20 +110,15 @@ def test_pooling_by_offsets_is_the_cpus_up_to_offsets_at_the_threshold(
     pooling, selection, max_diagonals
 ):
     q, k, _ = structured(2, 1500, 8, 2, 128, dtype=torch.bfloat16)
-    pattern = mtraining.VerticalSlash(
-        p_vertical=0.6,
-        p_slash=0.5,
-        slash_pooling=pooling,
-        selection=selection,
-        max_diagonals=max_diagonals,
-        dense_threshold=1.0,
-    )
+    q = 0.3 * q  # flatter, so that the three rules differ
+    options = {"p_vertical": 0.6, "p_slash": 0.5, "selection": selection, "dense_threshold": 1.0}
+    pattern = mtraining.VerticalSlash(slash_pooling=pooling, max_diagonals=max_diagonals, **options)
     got = mtraining.build_index(*on_gpu(q, k), pattern=pattern)
     want = mtraining.build_index(q, k, pattern=pattern)
     lists_equal_up_to_the_threshold(got.lists()[:2], want.lists()[:2], 2)
     lists_equal_up_to_the_threshold(got.lists()[2:], want.lists()[2:], 3)
     assert abs(got.caps_hit.item() - want.caps_hit.item()) <= 1
-    block = mtraining.build_index(q, k, pattern=pattern.__class__(p_vertical=0.6, p_slash=0.5))
+    block = mtraining.build_index(q, k, pattern=mtraining.VerticalSlash(**options))
     assert not torch.equal(block.num_diagonals, want.num_diagonals)  # a rule of its own
 
 
