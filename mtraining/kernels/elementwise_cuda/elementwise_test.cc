@@ -451,6 +451,35 @@ TEST(CrossEntropy, LossAndGradientInPlaceEqualFloat64) {
   }
 }
 
+// Gradients are narrower than logits: a thread that is ahead would write over what another has yet to read. Many rows at a time, one
+// sweep each, let threads of a block drift apart.
+TEST(CrossEntropy, ThreadsOfARowWaitForOneAnother) {
+  MT_NEEDS_GPU();
+  constexpr int64_t kRows = 4096, kVocab = 8192;
+  const Values row = random_values(kVocab, 3, DType::kFloat32);
+  Values logits;
+  for (int64_t r = 0; r < kRows; ++r) logits.insert(logits.end(), row.begin(), row.end());
+  const DeviceMemory labels(std::vector<int64_t>(kRows, 17));
+  for (int repeat = 0; repeat < 3; ++repeat) {
+    const Array on(DType::kFloat32, logits), loss(DType::kFloat32, kRows);
+    cross_entropy({.rows = kRows,
+                   .vocab = kVocab,
+                   .logits = on.get(),
+                   .row_stride = kVocab,
+                   .labels = labels.get<int64_t>(),
+                   .ignored = -100,
+                   .loss = loss.floats()});
+    std::vector<uint16_t> got(2 * kRows * kVocab);
+    sm90::check_device(
+        cudaMemcpy(got.data(), on.get(), got.size() * sizeof(uint16_t), cudaMemcpyDeviceToHost),
+        "copy");
+    int64_t different = 0;
+    for (int64_t r = 1; r < kRows; ++r)
+      different += std::memcmp(&got[2 * r * kVocab], got.data(), kVocab * sizeof(uint16_t)) != 0;
+    EXPECT_EQ(different, 0) << "rows of the same logits have other gradients";
+  }
+}
+
 TEST(CrossEntropy, SpecialValuesStayInTheirRow) {
   MT_NEEDS_GPU();
   constexpr double kInf = std::numeric_limits<double>::infinity();

@@ -94,8 +94,11 @@ __global__ void __launch_bounds__(kNormThreads, forward_blocks(kVectors, kAdds))
   }
 }
 
+constexpr int backward_blocks(int vectors, bool adds) { return vectors > 1 ? 1 : adds ? 4 : 5; }
+
 template <typename T, int kGroup, int kVectors, bool kAdds>
-__global__ void __launch_bounds__(kNormThreads) backward_kernel(RmsNormBackward p) {
+__global__ void __launch_bounds__(kNormThreads, backward_blocks(kVectors, kAdds))
+    backward_kernel(RmsNormBackward p) {
   constexpr int kRows = kNormThreads / kGroup;
   const int lane = threadIdx.x % kGroup;
   Packed<T, kWide> w[kVectors];
@@ -191,20 +194,20 @@ struct Norm {
     check_cuda(cudaGetLastError(), "rms_norm");
   }
   static int64_t partial_rows(int64_t rows) {
-    // The same for both kernels, or the caller would have to know which one runs.
-    return std::min(norm_blocks(backward_kernel<T, kGroup, kVectors, false>, rows, kRows),
+    // Enough for either kernel, or the caller would have to know which one runs.
+    return std::max(norm_blocks(backward_kernel<T, kGroup, kVectors, false>, rows, kRows),
                     norm_blocks(backward_kernel<T, kGroup, kVectors, true>, rows, kRows));
   }
   static void backward(const RmsNormBackward& p) {
-    const int64_t blocks = partial_rows(p.rows);
     const auto stream = static_cast<cudaStream_t>(p.stream);
     const auto run = [&](auto* kernel) {
-      kernel<<<static_cast<unsigned>(blocks), kNormThreads, 0, stream>>>(p);
+      const int blocks = norm_blocks(kernel, p.rows, kRows);
+      kernel<<<blocks, kNormThreads, 0, stream>>>(p);
+      check_cuda(cudaGetLastError(), "rms_norm backward");
+      sum_rows(p.partials, blocks, p.width, p.dtype, p.dweight, stream);
     };
     p.added == nullptr ? run(backward_kernel<T, kGroup, kVectors, false>)
                        : run(backward_kernel<T, kGroup, kVectors, true>);
-    check_cuda(cudaGetLastError(), "rms_norm backward");
-    sum_rows(p.partials, blocks, p.width, p.dtype, p.dweight, stream);
   }
 };
 
