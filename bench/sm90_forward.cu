@@ -48,7 +48,7 @@ double sampled_error(const Inputs& inputs, const mtraining::index::Index& index,
              v = read_floats(inputs.v.get(), inputs.v.bytes() / 2);
   std::vector<float> out(shape().head_dim);
   uint64_t state = 12345;
-  for (int sample = 0; sample < 40; ++sample) {
+  for (int sample = 0; sample < 12; ++sample) {
     state = state * 6364136223846793005ull + 1442695040888963407ull;
     const int64_t t = static_cast<int64_t>((state >> 33) % n);
     const int h = sample % shape().heads, g = h / (shape().heads / shape().kv_heads);

@@ -1,4 +1,4 @@
-// Small inputs that hurt other implementations, on the sm_80 kernels: strides beyond 32 bits, expanded inputs, one-key rows, empty
+// Small inputs that hurt other implementations, on the kernels of a GPU, sm_80 and sm_90: strides beyond 32 bits, expanded inputs, one-key rows, empty
 // rows whose memory holds NaN, huge scores on masked lanes, thousands of columns. What the right answer is can be seen without an oracle.
 #include <cuda_runtime.h>
 #include <gtest/gtest.h>
@@ -10,10 +10,14 @@
 #include <limits>
 #include <vector>
 
+#include "mtraining/base/check.h"
 #include "mtraining/base/rng.h"
+#include "mtraining/kernels/dispatch.h"
 #include "mtraining/kernels/sm80/backward.h"
 #include "mtraining/kernels/sm80/forward.h"
+#include "mtraining/kernels/sm90/backward.h"
 #include "mtraining/kernels/sm90/device_memory.h"
+#include "mtraining/kernels/sm90/forward.h"
 #include "mtraining/testing/rounding.h"
 
 namespace mtraining::kernels::sm80 {
@@ -25,12 +29,35 @@ using sm90::DeviceMemory;
 constexpr float kInf = std::numeric_limits<float>::infinity();
 constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 
-bool has_device() {
-  cudaDeviceProp properties;
-  return cudaGetDeviceProperties(&properties, 0) == cudaSuccess && properties.major >= 8;
-}
+/// Whose kernels run.
+class Strides : public ::testing::TestWithParam<Backend> {
+ protected:
+  /// Head sizes of these that the back end serves.
+  std::vector<int64_t> served(std::vector<int64_t> head_dims) const {
+    std::erase_if(head_dims, [&](int64_t d) {
+      for (const Direction direction : {Direction::kForward, Direction::kBackward}) {
+        bool serves = false;
+        for (const Kernel& kernel : kernel_table()) {
+          serves |= kernel.backend == GetParam() && kernel.direction == direction &&
+                    (kernel.head_dims.empty() ||
+                     std::count(kernel.head_dims.begin(), kernel.head_dims.end(), d) > 0);
+        }
+        if (!serves) return true;
+      }
+      return false;
+    });
+    return head_dims;
+  }
+  bool has_device() const {
+    cudaDeviceProp properties;
+    if (cudaGetDeviceProperties(&properties, 0) != cudaSuccess) return false;
+    return GetParam() == Backend::kSm90 ? properties.major == 9 : properties.major >= 8;
+  }
+};
+INSTANTIATE_TEST_SUITE_P(Kernels, Strides, ::testing::Values(Backend::kSm80, Backend::kSm90),
+                         [](const auto& param) { return std::string(to_string(param.param)); });
 #define MT_NEEDS_DEVICE() \
-  if (!has_device()) GTEST_SKIP() << "needs a device of compute capability 8.0 or newer"
+  if (!has_device()) GTEST_SKIP() << "needs a device that runs " << to_string(GetParam())
 
 /// bf16 rows [tokens, dim] or float32 ones on the device, `stride` elements apart.
 struct Matrix {
@@ -93,6 +120,8 @@ std::vector<float> normal(int64_t count, uint64_t seed) {
 
 /// One head, every query block listed with every key block, consecutive positions.
 struct Small {
+  explicit Small(Backend backend) : sm90(backend == Backend::kSm90) {}
+  bool sm90;
   int64_t dim = 64, queries = 70, keys = 70;
   int32_t q_start = 0, k_start = 0;
   int64_t seq_len = 1 << 20;
@@ -111,9 +140,11 @@ struct Small {
       f.sources = &source;
       f.out = out.out_view();
       f.lse = lse_memory.get();
-      const DeviceMemory workspace(f.workspace_bytes = forward_workspace_bytes(f));
+      f.workspace_bytes =
+          sm90 ? sm90::forward_workspace_bytes(f) : sm80::forward_workspace_bytes(f);
+      const DeviceMemory workspace(f.workspace_bytes);
       f.workspace = workspace.get();
-      sm80::forward(f);
+      sm90 ? sm90::forward(f) : sm80::forward(f);
       check_device(cudaDeviceSynchronize(), "the kernel");
     });
     lse = lse_memory.read<float>();
@@ -137,10 +168,13 @@ struct Small {
       b.delta = delta_memory.get();
       b.dq = dq.out_view();
       b.deterministic = deterministic;
-      const DeviceMemory workspace(b.workspace_bytes = backward_workspace_bytes(b));
+      b.workspace_bytes =
+          sm90 ? sm90::backward_workspace_bytes(b) : sm80::backward_workspace_bytes(b);
+      const DeviceMemory workspace(b.workspace_bytes);
       b.workspace = workspace.get();
-      sm80::delta(b, out.view(), delta_memory.get());
-      sm80::backward(b);
+      sm90 ? sm90::delta(b, out.view(), delta_memory.get())
+           : sm80::delta(b, out.view(), delta_memory.get());
+      sm90 ? sm90::backward(b) : sm80::backward(b);
       check_device(cudaDeviceSynchronize(), "the kernel");
     });
     delta = delta_memory.read<float>();
@@ -151,16 +185,21 @@ struct Small {
   void run(const Matrix& q, const Matrix& k, const Matrix& v, const Fn& fn) {
     const int64_t q_blocks = (queries + 63) / 64, k_blocks = (keys + 63) / 64;
     std::vector<int32_t> q_starts, k_starts, key_blocks;
-    std::vector<int64_t> row_begin{0};
+    std::vector<int32_t> query_blocks;
+    std::vector<int64_t> row_begin{0}, key_row_begin{0};
     for (int64_t i = 0; i < q_blocks; ++i) {
       q_starts.push_back(static_cast<int32_t>(q_start + 64 * i));
       for (int64_t j = 0; j < k_blocks; ++j) key_blocks.push_back(static_cast<int32_t>(j));
       row_begin.push_back(static_cast<int64_t>(key_blocks.size()));
     }
-    for (int64_t j = 0; j < k_blocks; ++j)
+    for (int64_t j = 0; j < k_blocks; ++j) {
       k_starts.push_back(static_cast<int32_t>(k_start + 64 * j));
+      for (int64_t i = 0; i < q_blocks; ++i) query_blocks.push_back(static_cast<int32_t>(i));
+      key_row_begin.push_back(static_cast<int64_t>(query_blocks.size()));
+    }
     const DeviceMemory q_starts_memory(q_starts), k_starts_memory(k_starts),
-        keys_memory(key_blocks), begin_memory(row_begin), documents(document_start);
+        keys_memory(key_blocks), begin_memory(row_begin), queries_memory(query_blocks),
+        key_begin_memory(key_row_begin), documents(document_start);
     AttentionParams p;
     p.batch = p.num_q_heads = p.num_kv_heads = 1;
     p.head_dim = dim;
@@ -183,6 +222,8 @@ struct Small {
       source.blocks.kind = BlockListKind::kCsr;
       source.blocks.row_begin = begin_memory.get<int64_t>();
       source.blocks.key_blocks = keys_memory.get<int32_t>();
+      source.blocks.key_row_begin = key_begin_memory.get<int64_t>();
+      source.blocks.query_blocks = queries_memory.get<int32_t>();
     }
     p.num_sources = 1;
     fn(p, source);
@@ -190,7 +231,7 @@ struct Small {
   DeviceMemory lse_memory;
 };
 
-TEST(Sm80Strides, RowsBeyondThirtyTwoBitsOfOffset) {
+TEST_P(Strides, RowsBeyondThirtyTwoBitsOfOffset) {
   MT_NEEDS_DEVICE();
   // 70 rows 2^25 elements apart: the last lies beyond 2^31 elements, 4.7 GB (bf16) and 9.4 GB (float32).
   constexpr int64_t kStride = int64_t{1} << 25, kTokens = 70, kDim = 64;
@@ -207,7 +248,7 @@ TEST(Sm80Strides, RowsBeyondThirtyTwoBitsOfOffset) {
                    : Matrix::contiguous(kTokens, kDim, 4);
       in[i].write(values[i]);
     }
-    Small small;
+    Small small(GetParam());
     small.scale = 0.125;
     small.forward(in[0], in[1], in[2], out[0]);
     small.backward(in[0], in[1], in[2], out[0], in[3], out[1], out[2], out[3], true);
@@ -220,8 +261,19 @@ TEST(Sm80Strides, RowsBeyondThirtyTwoBitsOfOffset) {
   EXPECT_GT(sum, 1);  // there was something to compare
 }
 
-TEST(Sm80Strides, ExpandedInputsEqualTheirCopies) {
+TEST_P(Strides, ExpandedInputsEqualTheirCopies) {
   MT_NEEDS_DEVICE();
+  if (GetParam() == Backend::kSm90) {
+    const Matrix in = Matrix::contiguous(130, 64, 2), out = Matrix::contiguous(130, 64, 4);
+    Matrix expanded = Matrix::contiguous(1, 64, 2);
+    expanded.stride = 0;
+    Small small(GetParam());
+    small.queries = small.keys = 130;
+    EXPECT_THROW(small.forward(expanded, in, in, out), Unsupported);
+    EXPECT_THROW(small.forward(in, expanded, in, out), Unsupported);
+    EXPECT_THROW(small.forward(in, in, expanded, out), Unsupported);
+    return;  // the dispatch gives them to sm_80
+  }
   for (const int64_t dim : {64, 128}) {
     constexpr int64_t kTokens = 130;
     std::vector<float> results[2][5];
@@ -236,7 +288,7 @@ TEST(Sm80Strides, ExpandedInputsEqualTheirCopies) {
         if (expanded) in[i].stride = 0;
         out[i] = Matrix::contiguous(kTokens, dim, 4);
       }
-      Small small;
+      Small small(GetParam());
       small.dim = dim;
       small.queries = small.keys = kTokens;
       small.scale = 0.1;
@@ -249,9 +301,9 @@ TEST(Sm80Strides, ExpandedInputsEqualTheirCopies) {
   }
 }
 
-TEST(Sm80Strides, ASingleKeyGivesItsValueAndNoScoreGradient) {
+TEST_P(Strides, ASingleKeyGivesItsValueAndNoScoreGradient) {
   MT_NEEDS_DEVICE();
-  for (const int64_t dim : {16, 64, 96, 128, 256}) {
+  for (const int64_t dim : served({16, 64, 96, 128, 256})) {
     for (const bool deterministic : {false, true}) {
       Matrix in[4], out[4];
       std::vector<float> values[4];
@@ -261,7 +313,7 @@ TEST(Sm80Strides, ASingleKeyGivesItsValueAndNoScoreGradient) {
         in[i].write(values[i]);
         out[i] = Matrix::contiguous(1, dim, 4);
       }
-      Small small;
+      Small small(GetParam());
       small.dim = dim;
       small.queries = small.keys = 1;
       small.scale = 1 / std::sqrt(static_cast<double>(dim));
@@ -276,7 +328,7 @@ TEST(Sm80Strides, ASingleKeyGivesItsValueAndNoScoreGradient) {
   }
 }
 
-TEST(Sm80Strides, EmptyRowsLeaveNoTraceWhateverTheirMemoryHolds) {
+TEST_P(Strides, EmptyRowsLeaveNoTraceWhateverTheirMemoryHolds) {
   MT_NEEDS_DEVICE();
   // Keys begin at position 40: queries 0 .. 39 see none.
   constexpr int64_t kTokens = 130, kDim = 64, kEmpty = 40;
@@ -292,7 +344,7 @@ TEST(Sm80Strides, EmptyRowsLeaveNoTraceWhateverTheirMemoryHolds) {
         if (poisoned && (i == 0 || i == 3)) std::fill_n(values[i].begin(), kEmpty * kDim, kNan);
         in[i].write(values[i]);
       }
-      Small small;
+      Small small(GetParam());
       small.queries = small.keys = kTokens;
       small.k_start = kEmpty;
       small.scale = 0.125;
@@ -315,14 +367,15 @@ TEST(Sm80Strides, EmptyRowsLeaveNoTraceWhateverTheirMemoryHolds) {
   }
 }
 
-TEST(Sm80Strides, HugeScoresOnMaskedLanesLeaveNoTrace) {
+TEST_P(Strides, HugeScoresOnMaskedLanesLeaveNoTrace) {
   MT_NEEDS_DEVICE();
-  constexpr int64_t kTokens = 70, kDim = 16;
+  constexpr int64_t kTokens = 70;
+  const int64_t kDim = served({16, 64}).front();
   for (const int huge : {16, 33, 64}) {
     for (const bool deterministic : {false, true}) {
       std::vector<float> values[4];
       for (auto& x : values) x.assign(kTokens * kDim, 0);
-      Small small;
+      Small small(GetParam());
       small.dim = kDim;
       small.document_start.assign(kTokens, 0);
       // Rows below `huge` see only small keys by causality; later rows belong to a document that begins there, whose keys score
@@ -362,7 +415,7 @@ TEST(Sm80Strides, HugeScoresOnMaskedLanesLeaveNoTrace) {
 
 // Memory that ends with the last key and query; NaN behind inputs and a sentinel behind what is written. Every query sees
 // every key: a key that does not exist would have weight e^0. Against float64.
-TEST(Sm80Strides, TailsOfRaggedMemory) {
+TEST_P(Strides, TailsOfRaggedMemory) {
   MT_NEEDS_DEVICE();
   constexpr int64_t kDim = 128, kBehind = 64;
   constexpr int kSentinel = 0x41;
@@ -384,7 +437,7 @@ TEST(Sm80Strides, TailsOfRaggedMemory) {
                        "the sentinel");
           out[i] = Matrix::inside(memory.back(), 0, kDim, out_tokens, kDim, 4);
         }
-        Small small;
+        Small small(GetParam());
         small.dim = kDim;
         small.queries = queries;
         small.keys = keys;
@@ -436,7 +489,7 @@ TEST(Sm80Strides, TailsOfRaggedMemory) {
 
 // 8300 columns in an order of their own and a bitmap that hides some, one head; also the chunks of the backward: 70 and 20000
 // queries. Against float64.
-TEST(Sm80Strides, ThousandsOfColumns) {
+TEST_P(Strides, ThousandsOfColumns) {
   MT_NEEDS_DEVICE();
   constexpr int64_t kDim = 64, kColumns = 8300;
   for (const int64_t queries : {70, 20000}) {
@@ -460,7 +513,7 @@ TEST(Sm80Strides, ThousandsOfColumns) {
     const std::vector<uint64_t> bits(8, 0x8421084210842108ull);
     const DeviceMemory rows_memory(rows), positions_memory(positions), counts_memory(counts),
         bits_memory(bits);
-    Small small;
+    Small small(GetParam());
     small.queries = queries;
     small.q_start = q_start;
     small.keys = kColumns;
