@@ -17,6 +17,7 @@
 #ifdef MT_WITH_CUDA
 #include "mtraining/attention/device_index.h"
 #endif
+#include "mtraining/attention/ring_call.h"
 #include "mtraining/attention/tensors.h"
 #include "mtraining/base/check.h"
 #include "mtraining/base/parallel.h"
@@ -66,6 +67,22 @@ index::Index chosen_together(RingContext& context, const at::Tensor& q, const at
   local.q = attention::const_view(q);
   local.k = attention::const_view(k);
   return pattern::build_vertical_slash(local, options, context.index_group());
+}
+
+/// As a layer runs them: what an index is for this rank is planned once, in the first forward that sees it, and kept.
+attention::ForwardResult forward_of(RingContext& context, const at::Tensor& q, const at::Tensor& k,
+                                    const at::Tensor& v,
+                                    const std::shared_ptr<const index::Index>& index) {
+  RingContext::State& state = context.state();
+  const auto plan = state.plans.find_or_make(index, state.layout, state.cp_rank);
+  return ring_forward(state, *plan, checked_call(state, *plan, "forward", q, k, v, 0, {}));
+}
+void backward_of(RingContext& context, const at::Tensor& dout, const at::Tensor& q,
+                 const at::Tensor& k, const at::Tensor& v, const attention::ForwardResult& forward,
+                 const std::shared_ptr<const index::Index>& index) {
+  RingContext::State& state = context.state();
+  const auto plan = state.plans.find_or_make(index, state.layout, state.cp_rank);
+  checked_backward(state, *plan, dout, q, k, v, forward, 0, {});
 }
 
 /// Bytes by channel; "other" is what is on none: columns, index, agreements.
@@ -244,13 +261,11 @@ std::vector<std::string> bench_ring(const RingBenchOptions& given, const Provena
       attention::ForwardResult result;
       direction = "forward";
       phase(timed ? &row.forward : nullptr, &forward_host_ms,
-            [&] { result = attention::ring_forward(context, q, k, v, *used, 0); });
+            [&] { result = forward_of(context, q, k, v, used); });
       context.finish_observing();
       direction = "backward";
-      phase(timed ? &row.backward : nullptr, &backward_host_ms, [&] {
-        attention::ring_backward(context, dout, q, k, v, result.out, result.lse, *used, 0, {},
-                                 result.out_residual);
-      });
+      phase(timed ? &row.backward : nullptr, &backward_host_ms,
+            [&] { backward_of(context, dout, q, k, v, result, used); });
       context.finish_observing();
       if (rank == 0) {
         const std::lock_guard lock(mutex);

@@ -98,7 +98,8 @@ void declare(CLI::App& app, Options& o) {
 
 }  // namespace
 
-/// This process as one rank of the job that a launcher started.
+/// This process as one rank of the job that a launcher started. The meeting lasts as long: it sees a rank die while the others wait for
+/// a GPU that waits for that rank.
 struct Job {
   std::unique_ptr<Meeting> meeting;
   std::unique_ptr<comm::Transport> transport;
@@ -134,7 +135,6 @@ Job join_job(const topology::LaunchEnvironment& launch, bool on_gpu) {
   job.meeting = std::make_unique<Meeting>(meeting);
   options.share_port = [&](int port) { return job.meeting->share_port(port); };
   job.transport = comm::make_c10d(options);
-  job.meeting->end();
   return job;
 }
 
@@ -226,6 +226,7 @@ int bench_ring(int argc, char** argv) {
       std::printf("%s\n", line.c_str());
     std::fflush(stdout);
   }
+  if (job.meeting) job.meeting->end();
   return 0;
 }
 

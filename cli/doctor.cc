@@ -215,6 +215,21 @@ void check_kernels(Report& report, const GpuFacts& facts) {
   Json rows = Json::array();
   for (const kernels::DeviceKind& device : devices) {
     const std::string where = device.cuda ? concat("sm_", device.capability()) : "cpu";
+    if (device.cuda) {
+      kernels::Request dense;
+      dense.device = device;
+      dense.dense_alone = true;
+      const std::string backend = kernels::to_string(kernels::choose(dense).backend);
+      report.judge(
+          concat("dense alone ", where), Verdict::kOk,
+          concat("causal attention over every pair where one GPU holds the sequence: ", backend,
+                 backend == "torch" ? " (cuDNN for bf16 and fp16 up to head_dim 128, else "
+                                      "memory-efficient; backward of a deterministic run: "
+                                      "our kernels)"
+                                    : ""),
+          "");
+      report.facts[concat("dense_alone_", where)] = backend;
+    }
     for (const auto direction : {kernels::Direction::kForward, kernels::Direction::kBackward}) {
       std::string line;
       bool all = true;

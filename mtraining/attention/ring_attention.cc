@@ -175,7 +175,8 @@ class Launcher {
 ForwardResult ring_forward(RingContext::State& state, IndexPlan& plan, const RingCall& call) {
   const at::ScalarType dtype = call.q.scalar_type(), held = state_type(dtype);
   const at::Device device = call.q.device();
-  if (is_torchs(state, plan, call, kernels::Direction::kForward)) {
+  state.forward_by_torch = is_torchs(state, plan, call, kernels::Direction::kForward);
+  if (state.forward_by_torch) {
     auto stretch = state.begin_stretch(device);
     const ForwardResult result =
         dense_alone_forward(call.q, call.k, call.v, state.layout.seq_len(), call.softmax_scale);
@@ -210,8 +211,8 @@ ForwardResult ring_forward(RingContext::State& state, IndexPlan& plan, const Rin
         call.k, call.v);
     columns->post_gather(0);  // travels under the ring
   };
-  // What a GPU has chosen is planned on the host while the first launch runs.
-  const bool columns_later = plan.is_awaited();
+  // A GPU attends to the first shards while the host plans.
+  const bool columns_later = !device.is_cpu();
   if (exchanged && !columns_later) post_columns();
   RingPass(state, state.forward, slots).run([&](const ring::Op& op) {
     auto stretch = state.begin_stretch(device);

@@ -59,6 +59,7 @@ std::string to_json(const StepMetrics& m) {
   row["heads_dense"] = m.heads_dense;
   row["caps_hit"] = m.caps_hit;
   row["columns_per_step"] = m.columns_per_step;
+  row["dense_by_torch"] = m.dense_by_torch;
   return row.dump();
 }
 

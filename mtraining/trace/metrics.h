@@ -49,6 +49,8 @@ struct StepMetrics {
   int64_t caps_hit = 0;
   /// Layers and samples of the step whose columns were too many for columns = "once" and went with the shards.
   int64_t columns_per_step = 0;
+  /// Layers and samples of the step that torch's dense kernels attended to (dense attention, one GPU a sequence).
+  int64_t dense_by_torch = 0;
 };
 
 /// One line of JSON, without the newline.

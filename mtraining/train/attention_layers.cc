@@ -102,6 +102,7 @@ attention::AttentionOutput AttentionLayers::first(const AttendRequest& request, 
   seen_.heads_dense += std::count(index.dense_heads.begin(), index.dense_heads.end(), 1);
   seen_.caps_hit += index.caps_hit;
   seen_.columns_per_step += output.columns_per_step ? 1 : 0;
+  seen_.dense_by_torch += output.by_torch ? index.batch : 0;
   // Counted once a layer: with documents it is a walk over all blocks of every head.
   const auto length = static_cast<double>(index.seq_len);
   double pairs = 0, dense_pairs = 0;

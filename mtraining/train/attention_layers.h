@@ -36,6 +36,7 @@ struct AttentionSeen {
       recall;  ///< [layers] mean over heads and passes, rows elsewhere; NaN where not measured
   double recall_worst = 2;  ///< the worst head's; 2 where not measured
   int64_t heads_dense = 0, caps_hit = 0;
+  int64_t dense_by_torch = 0;  ///< layers and samples that torch's dense kernels attended to
   int64_t columns_per_step =
       0;             ///< layers and passes whose columns were too many to be exchanged once
   double pairs = 0;  ///< (query, key) pairs of the indices, all heads, as computed_pairs counts

@@ -20,7 +20,7 @@ double Trainer::State::gather_metrics(const StepUnderWay& step, const AttendRequ
        static_cast<double>(seen.caps_hit), stop != nullptr && stop->load() ? 1.0 : 0.0,
        save_is_due() ? 1.0 : 0.0, static_cast<double>(trace::now_us() - step.begin_us) * 1e-6,
        static_cast<double>(seen.columns_per_step), seen.pairs,
-       static_cast<double>(memory.peak_bytes())});
+       static_cast<double>(memory.peak_bytes()), static_cast<double>(seen.dense_by_torch)});
   bool same_events = true;
   double density = 0, attention_pairs = 0;
   size_t most_events = 0;  // groups hold different samples, and so may exchange columns or not
@@ -38,6 +38,7 @@ double Trainer::State::gather_metrics(const StepUnderWay& step, const AttendRequ
       m.heads_dense += static_cast<int64_t>(g[5]);
       m.caps_hit += static_cast<int64_t>(g[6]);
       m.columns_per_step += static_cast<int64_t>(g[10]);
+      m.dense_by_torch += static_cast<int64_t>(g[13]);
       attention_pairs += g[11];
     }
     stop_agreed = stop_agreed || g[7] != 0;
