@@ -40,7 +40,7 @@ One JSON object a line. mtraining eval perplexity --help tells more.
 
 examples:
   mtraining eval perplexity --checkpoint runs/quickstart --data data/python/valid
-  mtraining eval perplexity --checkpoint models/base --data book --window 32768 --attention dense vertical_slash --set attention.p_slash=.95
+  mtraining eval perplexity --checkpoint models/base --data book --window 32768 --attention dense vertical_slash --set attention.p_slash=0.95
 )";
 /// Kinds of parts that are not built.
 const std::vector<std::string> kLater = {"needle", "ruler", "infinitebench"};
@@ -51,42 +51,6 @@ struct Options {
   int64_t window = 0, stride = 0, max_windows = 0;
   int threads = num_threads();
 };
-
-/// One pattern's configuration; the rest is the same for all.
-struct Configured {
-  LoadedConfig loaded;
-  train::ResolvedRun resolved;
-};
-
-Configured configured(const Options& o, const std::string& weights, const std::string& attention,
-                      int64_t window) {
-  std::vector<Override> overrides = {{"model.init_from", Json(weights).dump()},
-                                     {"data.train", Json(o.data).dump()},
-                                     {"train.seq_len", std::to_string(window)},
-                                     {"train.steps", "1"},
-                                     {"attention.pattern", Json(attention).dump()}};
-  for (const std::string& text : o.set) {
-    const size_t equals = text.find('=');
-    MT_CHECK_ARG(equals != std::string::npos && equals > 0, "--set: expected key=value, got '",
-                 text, "'");
-    const Override given{text.substr(0, equals), text.substr(equals + 1)};
-    for (const Override& ours : overrides)
-      MT_CHECK_ARG(ours.key != given.key, "--set ", given.key, ": this verb has an option for it");
-    overrides.push_back(given);
-  }
-  Configured made{configure(overrides), {}};
-  topology::LaunchEnvironment launch;
-  launch.local_world_size = 1;
-  try {
-    choose_device(made.loaded, launch);
-    made.resolved = train::resolve(made.loaded.config, launch);
-  } catch (const InvalidArgument& error) {
-    throw InvalidArgument(with_place(made.loaded, error.what()));
-  } catch (const Unsupported& error) {
-    throw Unsupported(with_place(made.loaded, error.what()));
-  }
-  return made;
-}
 
 /// The trained length, or what the file has; an option may say less or more.
 int64_t window_of(const Options& o, const model::HfConfig& config, int64_t tokens) {
@@ -108,10 +72,10 @@ void perplexity(const Options& o) {
   MT_CHECK_ARG(stride <= window, "--stride: expected 1 to the window = ", window,
                ", or tokens are left out; got ", stride);
   // Everything that can be wrong is found before the weights are read.
-  std::vector<Configured> all;
+  std::vector<WeightsRun> all;
   std::vector<train::LayerPatterns> patterns;
   for (const std::string& name : o.attention) {
-    all.push_back(configured(o, weights, name, window));
+    all.push_back(configure_weights(weights, o.data, name, window, o.set));
     patterns.push_back(train::layer_patterns(all.back().loaded.config));
   }
   const train::RunConfig& config = all[0].loaded.config;
@@ -151,6 +115,37 @@ void perplexity(const Options& o) {
 
 }  // namespace
 
+WeightsRun configure_weights(const std::string& weights, const std::string& data,
+                             const std::string& attention, int64_t seq_len,
+                             const std::vector<std::string>& set) {
+  std::vector<Override> overrides = {{"model.init_from", Json(weights).dump()},
+                                     {"data.train", Json(data).dump()},
+                                     {"train.seq_len", std::to_string(seq_len)},
+                                     {"train.steps", "1"},
+                                     {"attention.pattern", Json(attention).dump()}};
+  for (const std::string& text : set) {
+    const size_t equals = text.find('=');
+    MT_CHECK_ARG(equals != std::string::npos && equals > 0, "--set: expected key=value, got '",
+                 text, "'");
+    const Override given{text.substr(0, equals), text.substr(equals + 1)};
+    for (const Override& ours : overrides)
+      MT_CHECK_ARG(ours.key != given.key, "--set ", given.key, ": this verb has an option for it");
+    overrides.push_back(given);
+  }
+  WeightsRun made{configure(overrides), {}};
+  topology::LaunchEnvironment launch;
+  launch.local_world_size = 1;
+  try {
+    choose_device(made.loaded, launch);
+    made.resolved = train::resolve(made.loaded.config, launch);
+  } catch (const InvalidArgument& error) {
+    throw InvalidArgument(with_place(made.loaded, error.what()));
+  } catch (const Unsupported& error) {
+    throw Unsupported(with_place(made.loaded, error.what()));
+  }
+  return made;
+}
+
 int run_eval(int argc, char** argv) {
   const std::string what = argc > 1 ? argv[1] : "";
   if (what == "--help" || what == "-h") {
@@ -172,7 +167,7 @@ int run_eval(int argc, char** argv) {
       "  mtraining eval perplexity --checkpoint runs/quickstart --data data/python/valid\n"
       "  mtraining eval perplexity --checkpoint models/base --data book --window 32768 --stride "
       "16384 "
-      "--attention vertical_slash --set attention.p_slash=.95\n");
+      "--attention vertical_slash --set attention.p_slash=0.95\n");
   Options o;
   app.add_option("--checkpoint", o.checkpoint, "The weights (required)");
   app.add_option("--data", o.data, "The token file (required)");
@@ -183,7 +178,7 @@ int run_eval(int argc, char** argv) {
   app.add_option("--stride", o.stride, "Tokens between windows (absent: the window)");
   app.add_option("--max-windows", o.max_windows, "The first so many alone (absent: all)");
   app.add_option("--set", o.set,
-                 "A key of the configuration: attention.p_slash=.95, model.dtype=bf16")
+                 "A key of the configuration: attention.p_slash=0.95, model.dtype=bf16")
       ->expected(1)
       ->take_all();
   app.add_option("--threads", o.threads, "Of this process")->capture_default_str();

@@ -7,7 +7,6 @@
 #include <cstring>
 #include <exception>
 #include <iostream>
-#include <iterator>
 #include <string>
 #include <vector>
 
@@ -15,6 +14,7 @@
 #include "cli/convert.h"
 #include "cli/doctor.h"
 #include "cli/eval.h"
+#include "cli/generate.h"
 #include "cli/inspect.h"
 #include "cli/nearest.h"
 #include "cli/plan.h"
@@ -44,13 +44,12 @@ constexpr Verb kVerbs[] = {
     {"doctor", mtraining::cli::run_doctor,
      "what this machine has for training, and what it lacks, with the remedy"},
     {"eval", mtraining::cli::run_eval, "the loss of a checkpoint's weights, dense and sparse"},
+    {"generate", mtraining::cli::run_generate, "continues lines of token ids greedily"},
     {"inspect", mtraining::cli::run_inspect,
      "what a token file, a checkpoint or a run's folder holds"},
     {"convert", mtraining::cli::run_convert,
      "Hugging Face folder <-> checkpoint, and a training state for other ranks"},
 };
-/// Verbs of parts that are not built.
-constexpr const char* kLater[] = {"generate"};
 
 constexpr const char* kExamples = R"(
 mtraining VERB --help tells more.
@@ -84,8 +83,6 @@ int dispatch(int argc, char** argv) {
     if (verb == known.name) return known.run(argc - 1, argv + 1);
     names.emplace_back(known.name);
   }
-  MT_CHECK_SUPPORTED(std::find(std::begin(kLater), std::end(kLater), verb) == std::end(kLater),
-                     "verb ", verb, ": belongs to a part that is not built");
   throw mtraining::InvalidArgument(mtraining::concat(
       "unknown verb ", verb, "; nearest known verb: ", mtraining::cli::nearest(verb, names)));
 }

@@ -78,7 +78,7 @@ BAD = [
     (["--attention", "sparse"], ["attention.pattern", "sparse"]),
     (["--attention", "fixed"], ["attention.pattern", "fixed_columns"]),
     (["--set", "attention.p_slash=2"], ["attention.p_slash"]),
-    (["--set", "attention.p_slahs=.5"], ["unknown key", "attention.p_slash"]),
+    (["--set", "attention.p_slahs=0.5"], ["unknown key", "attention.p_slash"]),
     (["--set", "train.seq_len=8"], ["train.seq_len"]),
     (["--set", "train.device=cuda"], ["train.device"]),
     (["--set", "nothing"], ["--set", "key=value"]),

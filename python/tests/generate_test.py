@@ -1,6 +1,7 @@
 """python -m mtraining.generate on a tiny random checkpoint with a tokenizer of bytes."""
 
 import json
+import subprocess
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from mtraining import generate
+from python.tests.conftest import assert_one_sentence
 
 PROMPT = "def add(a, b):\n    return a + b\n\n" * 8
 
@@ -75,3 +77,54 @@ def test_mistakes_are_one_line_and_exit_2(checkpoint, tmp_path, capsys):
             line for line in captured.err.splitlines() if line.startswith("mtraining: error: ")
         ]
         assert captured.out == "" and len(lines) == 1 and text in lines[0], captured.err
+
+
+def run_verb(binary, checkpoint, lines, *extra):
+    path = checkpoint / "ids.jsonl"
+    path.write_text("".join(line + "\n" for line in lines))
+    return subprocess.run(
+        [str(binary), "generate", "--checkpoint", str(checkpoint), "--input", str(path), *extra],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_the_verb_takes_ids_and_gives_transformers_greedy_ids(binary, checkpoint):
+    prompts = [[7], list(range(64)), [(i * i) % 256 for i in range(201)]]
+    lines = [json.dumps({"ids": ids}) for ids in prompts]
+    result = run_verb(binary, checkpoint, [lines[0], "", *lines[1:]], "--max-new-tokens", "6")
+    assert result.returncode == 0, result.stderr
+    rows = [json.loads(line) for line in result.stdout.splitlines()]
+    eager = Qwen2ForCausalLM.from_pretrained(checkpoint, attn_implementation="eager")
+    for ids, row in zip(prompts, rows, strict=True):
+        out = eager.generate(torch.tensor([ids]), max_new_tokens=6, do_sample=False, pad_token_id=0)
+        assert row == {"ids": ids, "output": out[0, len(ids) :].tolist()}
+    stop = str(rows[1]["output"][0])
+    sparse = ["--attention", "vertical_slash", "--set", "attention.p_slash=0.5", "--stop-id", stop]
+    result = run_verb(binary, checkpoint, lines[1:], "--max-new-tokens", "3", *sparse)
+    assert result.returncode == 0, result.stderr
+    assert all(1 <= len(json.loads(line)["output"]) <= 3 for line in result.stdout.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("line", "extra", "parts"),
+    [
+        ('{"ids": [1, 256]}', [], ["ids.jsonl:2", '"ids"[1]', "0 to 255", "256"]),
+        ('{"ids": []}', [], ["ids.jsonl:2", "an array of token ids"]),
+        ('{"text": "a"}', [], ["ids.jsonl:2", '"ids"']),
+        ('{"ids": [1.5]}', [], ["ids.jsonl:2", "1.5"]),
+        ("[1, 2", [], ["ids.jsonl:2"]),
+        (json.dumps({"ids": [1] * 337}), [], ["= 336 ids", "337"]),
+        ('{"ids": [1]}', ["--max-new-tokens", "0"], ["--max-new-tokens", "at least 1"]),
+        ('{"ids": [1]}', ["--max-new-tokens", "400"], ["max_position_embeddings"]),
+        ('{"ids": [1]}', ["--attention", "no"], ["attention.pattern"]),
+        ('{"ids": [1]}', ["--set", "train.device=cuda"], ["train.device"]),
+        ('{"ids": [1]}', ["--beams", "2"], ["unknown option --beams"]),
+    ],
+)
+def test_the_verbs_mistakes_are_one_sentence(binary, checkpoint, line, extra, parts):
+    result = run_verb(binary, checkpoint, ['{"ids": [3]}', line], *extra)
+    assert_one_sentence(result, *parts)
+    assert result.stdout == ""
