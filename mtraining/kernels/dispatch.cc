@@ -127,16 +127,14 @@ const std::vector<Kernel>& kernel_table() {
                       false,
                       false,
                       "64 queries x 64 keys, mma.sync"});
+#ifdef MTRAINING_ALL_KERNELS
+      const std::vector<int64_t> hopper =
+          forward ? std::vector<int64_t>{64, 96, 128, 256} : std::vector<int64_t>{64, 128};
+#else
+      const std::vector<int64_t> hopper{64, 128};
+#endif
       rows.push_back(
-          {Backend::kSm90,
-           direction,
-           90,
-           90,
-           halves,
-           {64, 128},
-           128,
-           false,
-           true,
+          {Backend::kSm90, direction, 90, 90, halves, hopper, hopper.back(), false, true,
            forward ? "2 x 64 queries x 64 keys, wgmma" : "128 keys x 64 queries, wgmma"});
     }
     return rows;

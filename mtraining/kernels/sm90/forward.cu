@@ -18,12 +18,19 @@ ForwardLauncher launcher(DType dtype, int64_t head_dim) {
   if (dtype == DType::kBFloat16 && head_dim == 64) return launch_forward_bf16_d64;
   if (dtype == DType::kFloat16 && head_dim == 128) return launch_forward_fp16_d128;
   if (dtype == DType::kFloat16 && head_dim == 64) return launch_forward_fp16_d64;
+#ifdef MTRAINING_ALL_KERNELS
+  if (dtype == DType::kBFloat16 && head_dim == 96) return launch_forward_bf16_d96;
+  if (dtype == DType::kFloat16 && head_dim == 96) return launch_forward_fp16_d96;
+  if (dtype == DType::kBFloat16 && head_dim == 256) return launch_forward_bf16_d256;
+  if (dtype == DType::kFloat16 && head_dim == 256) return launch_forward_fp16_d256;
+#endif
   return nullptr;
 }
 
 void check_params(const ForwardParams& p) {
   MT_CHECK_SUPPORTED(launcher(p.dtype, p.head_dim) != nullptr,
-                     "sm90 forward: expected bf16 or fp16 with head_dim 64 or 128, got dtype ",
+                     "sm90 forward: expected bf16 or fp16 with head_dim 64 or 128 (96 and 256 "
+                     "where MTRAINING_ALL_KERNELS is on), got dtype ",
                      static_cast<int>(p.dtype), " with head_dim ", p.head_dim);
   MT_CHECK_SUPPORTED(reinterpret_cast<uintptr_t>(p.out.data) % 8 == 0 &&
                          p.out.stride_batch % 2 == 0 && p.out.stride_token % 2 == 0 &&

@@ -4,7 +4,8 @@
 // Out:  the state, merged with what it held unless params.first.
 // Next: the dispatch in kernels/.
 //
-// dtype bf16 or fp16, head_dim 64 or 128, any ratio of query heads to kv heads, softmax_scale > 0.
+// dtype bf16 or fp16, head_dim 64 or 128 (96 and 256 where MTRAINING_ALL_KERNELS is on), any ratio of query heads to kv heads,
+// softmax_scale > 0.
 // Memory: q, k, v: 16-byte aligned, byte strides multiples of 16 (0 for an expanded batch or head); out: 8-byte aligned, even
 // strides. q_block_starts and block_starts: multiples of 64 where position_stride is 1; columns need position_stride 1.
 // Workspace: gathered columns and the queue's counter; contents need not survive between launches.

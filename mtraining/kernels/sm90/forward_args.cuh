@@ -44,8 +44,12 @@ struct ForwardArgs {
 /// Launches the kernel of one (dtype, head_dim).
 using ForwardLauncher = cudaError_t (*)(const ForwardArgs& args, int num_sms, cudaStream_t stream);
 cudaError_t launch_forward_bf16_d128(const ForwardArgs& args, int num_sms, cudaStream_t stream);
+cudaError_t launch_forward_bf16_d96(const ForwardArgs& args, int num_sms, cudaStream_t stream);
+cudaError_t launch_forward_bf16_d256(const ForwardArgs& args, int num_sms, cudaStream_t stream);
 cudaError_t launch_forward_bf16_d64(const ForwardArgs& args, int num_sms, cudaStream_t stream);
 cudaError_t launch_forward_fp16_d128(const ForwardArgs& args, int num_sms, cudaStream_t stream);
+cudaError_t launch_forward_fp16_d96(const ForwardArgs& args, int num_sms, cudaStream_t stream);
+cudaError_t launch_forward_fp16_d256(const ForwardArgs& args, int num_sms, cudaStream_t stream);
 cudaError_t launch_forward_fp16_d64(const ForwardArgs& args, int num_sms, cudaStream_t stream);
 
 }  // namespace mtraining::kernels::sm90

@@ -2,8 +2,8 @@
 //
 // In:   queries, stages, notes in shared memory. Out: out, lse. Next: forward_kernel.cuh.
 //
-// A consumer does the exponentials of one stage while the tensor cores compute S = Q K^T of its next and O += P V of the one before. Row maxima are raised only where scores leave them more than 2^8 behind
-// (exact: the same stale maximum divides out), so that rescaling O is rare.
+// A consumer does the exponentials of one stage while the tensor cores compute S = Q K^T of its next and O += P V of the one before.
+// Row maxima are raised only where scores leave them more than 2^8 behind: the same stale maximum divides out, and rescaling O is rare.
 #pragma once
 
 #include <climits>
@@ -29,6 +29,7 @@ struct Consumer {
   float row_max[2], row_sum[2];
   float row_shift[2];  // row_max in powers of two, 0 where there is none
   float row_limit[2];  // scores above it raise row_max
+  float row_top[2];    // the highest score that this thread saw
 
   // ---- stages ----
 
@@ -44,14 +45,17 @@ struct Consumer {
     return {ring.index, ring.slot, note.x, static_cast<int32_t>(note.y), note.z, note.w};
   }
 
-  /// The next stage that this group needs, or the end. Stages it does not need are given back unread. Looks no further than
+  /// The next stage that this group needs, or the end, both held. Stages it does not need are given back unread. Looks no further than
   /// the ring reaches from the oldest stage still held: the producer cannot refill that one, and waiting for more would hang.
+  template <uint32_t kReach = Shape::kStages>
   __device__ __forceinline__ Stage find(uint32_t oldest_held) {
-    while (ring.index - oldest_held < Shape::kStages) {
+#pragma unroll 1
+    while (ring.index - oldest_held < kReach) {
       mbarrier_wait(Shape::full(base, ring.slot), ring.parity);
       const Stage stage = look();
       ring.advance();
       if ((stage.flags & kNeeded) != 0) return stage;
+      if ((stage.flags & kEnd) != 0 && Shape::kQueriesInRing) return stage;
       release(stage.slot);
       if ((stage.flags & kEnd) != 0) return stage;
     }
@@ -69,31 +73,33 @@ struct Consumer {
 
   // ---- products ----
 
-  __device__ __forceinline__ void load_queries(uint32_t (&q)[kD / 16][4]) const {
+  __device__ __forceinline__ void load_queries(uint32_t (&q)[kD / 16][4], uint32_t slot) const {
     const int row = 16 * warp + lane / 8 % 2 * 8 + lane % 8;
-    const uint32_t tile = Shape::queries(base, group) + row * 128;
+    const uint32_t tile = Shape::item_queries(base, slot, group);
 #pragma unroll
-    for (int c = 0; c < kD / 16; ++c) {
-      const int chunk = c % 4 * 2 + lane / 16;
-      ldmatrix_x4(tile + c / 4 * 8192 + (chunk ^ row % 8) * 16, q[c]);
-    }
+    for (int c = 0; c < kD / 16; ++c)
+      ldmatrix_x4(Shape::chunk_at(tile, row, 2 * c + lane / 16), q[c]);
   }
 
   __device__ __forceinline__ void issue_scores(float (&s)[32], const uint32_t (&q)[kD / 16][4],
                                                uint32_t slot) const {
-    const uint64_t k = matrix_descriptor<16, 1024>(Shape::keys(base, slot));
+    constexpr int kSteps = Shape::kAtom / 16;  // in an atom
+    const uint64_t k =
+        matrix_descriptor<16, 8 * Shape::kRowBytes, Shape::kRowBytes>(Shape::keys(base, slot));
 #pragma unroll
     for (int c = 0; c < kD / 16; ++c) {
-      wgmma<Element, 64, 0>(s, q[c], k + (c / 4 * 8192 + c % 4 * 32) / 16, c > 0);
+      wgmma<Element, 64, 0>(s, q[c], k + (c / kSteps * Shape::kAtomBytes + c % kSteps * 32) / 16,
+                            c > 0);
     }
     wgmma_commit();
   }
 
   __device__ __forceinline__ void issue_output(float (&o)[kD / 2], const uint32_t (&p)[4][4],
                                                uint32_t slot) const {
-    const uint64_t v = matrix_descriptor<8192, 1024>(Shape::values(base, slot));
+    const uint64_t v = matrix_descriptor<Shape::kAtomBytes, 8 * Shape::kRowBytes, Shape::kRowBytes>(
+        Shape::values(base, slot));
 #pragma unroll
-    for (int c = 0; c < 4; ++c) wgmma<Element, kD, 1>(o, p[c], v + c * 2048 / 16, true);
+    for (int c = 0; c < 4; ++c) wgmma<Element, kD, 1>(o, p[c], v + c * Shape::kRowBytes, true);
     wgmma_commit();
   }
 
@@ -120,10 +126,19 @@ struct Consumer {
   /// Scores to probabilities relative to the (possibly stale) row maxima. True: a row's maximum rose, and O must be rescaled.
   __device__ __forceinline__ bool probabilities(float (&s)[32], const Stage& stage,
                                                 float (&rescale)[2]) {
+    mask(s, stage);
+    return weigh(s, rescale);
+  }
+
+  __device__ __forceinline__ void mask(float (&s)[32], const Stage& stage) const {
     if ((stage.flags & (kMaskBits | kMaskEach)) != 0) {
       mask_scores(s, stage, Shape::positions(base, stage.slot), lane, q_position, q_document,
                   args.position_stride);
     }
+  }
+
+  /// Of masked scores.
+  __device__ __forceinline__ bool weigh(float (&s)[32], float (&rescale)[2]) {
     float top[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -134,6 +149,7 @@ struct Consumer {
         t[j] = fmaxf(t[j], s[4 * j + 16 + 2 * r + 1]);
       }
       top[r] = fmaxf(fmaxf(t[0], t[1]), fmaxf(t[2], t[3]));
+      row_top[r] = fmaxf(row_top[r], top[r]);
     }
     const bool raised = __any_sync(~0u, top[0] > row_limit[0] || top[1] > row_limit[1]);
     if (raised) raise_maxima(top, rescale);
@@ -216,12 +232,19 @@ struct Consumer {
       float sum = row_sum[r];
       sum += __shfl_xor_sync(~0u, sum, 1);
       sum += __shfl_xor_sync(~0u, sum, 2);
+      float top = row_top[r];
+      top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
+      top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
       const int token = q_block * 64 + 16 * warp + lane / 4 + 8 * r;
       if (token >= args.num_queries) continue;
       // A sum that is not a number is no empty row: it must show in out and lse.
       const bool none = sum == 0 || q_position[r] >= args.seq_len;
       const float lse = (row_max[r] * args.scale_log2 + log2f(sum)) * 0.69314718055994531f;
       float* lse_at = args.lse + static_cast<int64_t>(row) * args.num_queries + token;
+      // Where one key has nearly all of the weight, out is its value and no rounding may show: the gradient's differences of dout * v
+      // and dout * out cancel [Sm90Forward.AKeyWithNearlyAllTheWeightGivesItsValue]. So the largest counts as the products saw it.
+      const float largest = exp2_approx(fmaf(top, args.scale_log2, -row_shift[r]));
+      if (!none) sum += unpack_low<Element>(pack<Element>(largest, largest)) - largest;
       float2* out_at =
           reinterpret_cast<float2*>(args.out + batch * args.out_stride_batch +
                                     token * args.out_stride_token + head * args.out_stride_head) +
@@ -266,27 +289,25 @@ struct Consumer {
           real && args.document_start != nullptr
               ? args.document_start[row / args.num_heads * args.document_stride_batch + token]
               : 0;
-      row_max[r] = row_limit[r] = -INFINITY;
+      row_max[r] = row_limit[r] = row_top[r] = -INFINITY;
       row_sum[r] = row_shift[r] = 0;
     }
   }
 
   __device__ __forceinline__ void run() {
-    for (uint32_t parity = 0;; parity ^= 1) {
-      mbarrier_wait(Shape::q_full(base, group), parity);
-      const uint4 item = load_shared_v4(Shape::item(base, group));
-      if (item.x == kNoRow) return;
-      const int row = static_cast<int>(item.x), q_block = static_cast<int>(item.y);
+    Stage next = find_any();  // brings an item
+    while (static_cast<uint32_t>(next.start) != kNoRow) {
+      const int row = next.start, q_block = static_cast<int>(next.bits_low);
       uint32_t q[kD / 16][4];
-      load_queries(q);
-      arrive(Shape::q_empty(base, group));
+      load_queries(q, next.slot);
+      release(next.slot);
       begin_rows(row, q_block);
       float o[kD / 2], s0[32], s1[32];
       uint32_t p[4][4];
 #pragma unroll
       for (int i = 0; i < kD / 2; ++i) o[i] = 0;
 
-      Stage next = find_any();
+      next = find_any();
       while ((next.flags & kEnd) == 0) {
         Stage current = next;
         uint32_t held = kNoSlot;  // the slot whose product is still being added

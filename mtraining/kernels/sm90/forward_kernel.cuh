@@ -7,6 +7,7 @@
 
 #include "mtraining/kernels/sm90/forward_consumer.cuh"
 #include "mtraining/kernels/sm90/forward_producer.cuh"
+#include "mtraining/kernels/sm90/forward_wide_consumer.cuh"
 
 namespace mtraining::kernels::sm90 {
 
@@ -22,8 +23,12 @@ __global__ void __launch_bounds__(ForwardShape<kD>::kThreads, 1)
     for (int s = 0; s < Shape::kStages; ++s) {
       mbarrier_init(Shape::full(base, s), kArrivals);
       mbarrier_init(Shape::empty(base, s), Shape::kConsumerWarps * kArrivals);
+      if constexpr (Shape::kValuesApart) {
+        mbarrier_init(Shape::values_full(base, s), 1);
+        mbarrier_init(Shape::values_empty(base, s), Shape::kConsumerWarps * kArrivals);
+      }
     }
-    for (int g = 0; g < Shape::kGroups; ++g) {
+    for (int g = 0; g < Shape::kGroups && !Shape::kQueriesInRing; ++g) {
       mbarrier_init(Shape::q_full(base, g), 1);
       mbarrier_init(Shape::q_empty(base, g), 4 * kArrivals);
     }
@@ -38,14 +43,20 @@ __global__ void __launch_bounds__(ForwardShape<kD>::kThreads, 1)
     }
   } else {
     registers_increase<Shape::kConsumerRegisters>();
-    Consumer<Element, kD> consumer{args, base, warp / 4, warp % 4, lane};
-    consumer.run();
+    if constexpr (Shape::kValuesApart) {
+      WideConsumer<Element, kD> consumer{{args, base, warp / 4, warp % 4, lane}};
+      consumer.run();
+    } else {
+      Consumer<Element, kD> consumer{args, base, warp / 4, warp % 4, lane};
+      consumer.run();
+    }
   }
 }
 
 template <typename Element, int kD>
 cudaError_t launch_forward(const ForwardArgs& args, int num_sms, cudaStream_t stream) {
   using Shape = ForwardShape<kD>;
+  static_assert(Shape::kBytes <= 227 * 1024);
   static std::atomic<uint64_t> ready{0};  // bit per device
   int device = 0;
   cudaError_t error = cudaGetDevice(&device);

@@ -36,6 +36,30 @@ struct Producer {
 
   // ---- queries ----
 
+  /// A stage that ends the item before and brings the next; last: there is none.
+  __device__ __forceinline__ void begin_item(bool last) {
+    wait_for_slot();
+    if (lane == 0) {
+      const uint32_t barrier = Shape::full(base, ring.slot);
+#pragma unroll
+      for (int g = 0; g < kGroups; ++g) {
+        store_shared_v4(Shape::note(base, ring.slot, g), kEnd, last ? kNoRow : row, q_block + g, 0);
+      }
+      if (last) {
+        mbarrier_arrive(barrier);
+      } else {
+        const int head = row % args.num_heads, batch = row / args.num_heads;
+        mbarrier_arrive_expect(barrier, kGroups * Shape::kTileBytes);
+#pragma unroll
+        for (int g = 0; g < kGroups; ++g) {
+          tensor_load_5d(Shape::item_queries(base, ring.slot, g), &args.q, barrier, read_once, 0,
+                         (q_block + g) * 64, 0, head * args.q_head_step, batch * args.q_batch_step);
+        }
+      }
+    }
+    next_stage();
+  }
+
   __device__ __forceinline__ void load_queries(int group) {
     if (lane == 0) {
       const uint32_t barrier = Shape::q_full(base, group);
@@ -76,14 +100,54 @@ struct Producer {
   /// Waits for the next slot. Queries come first where they are due: without them nobody would give slots back.
   __device__ __forceinline__ void wait_for_slot() {
     const uint32_t barrier = Shape::empty(base, ring.slot);
-    while (queries_due != 0) {
-      load_queries_due();
-      if (__all_sync(~0u, mbarrier_test_wait(barrier, ring.parity ^ 1))) return;
+    if constexpr (!Shape::kQueriesInRing) {
+      while (queries_due != 0) {
+        load_queries_due();
+        if (__all_sync(~0u, mbarrier_test_wait(barrier, ring.parity ^ 1))) return;
+      }
     }
     mbarrier_wait(barrier, ring.parity ^ 1);
   }
 
   // ---- stages ----
+
+  // Of kValuesApart: values of the stage before, not asked for yet. due_map null: that stage has none.
+  bool due = false;
+  const CUtensorMap* due_map;
+  int due_token, due_head, due_batch;
+  uint32_t due_slot, due_parity, due_unneeded;
+
+  __device__ __forceinline__ void load_values_due() {
+    if (!due) return;
+    const uint32_t empty = Shape::values_empty(base, due_slot),
+                   full = Shape::values_full(base, due_slot);
+    mbarrier_wait(empty, due_parity ^ 1);
+    if (lane == 0) {
+      // Groups that do not need them look at the keys' note only.
+      if (due_unneeded > 0) mbarrier_arrive(empty, due_unneeded * 4 * kArrivals);
+      if (due_map == nullptr) {
+        mbarrier_arrive(full);
+      } else {
+        mbarrier_arrive_expect(full, Shape::kTileBytes);
+        tensor_load_5d(Shape::values(base, due_slot), due_map, full, read_again, 0, due_token, 0,
+                       due_head, due_batch);
+      }
+    }
+    __syncwarp();
+  }
+  /// The next stage's values, whose keys are asked for.
+  __device__ __forceinline__ void next_values(const CUtensorMap* map, int token, int head,
+                                              int batch, uint32_t unneeded) {
+    load_values_due();
+    due = true;
+    due_map = map;
+    due_token = token;
+    due_head = head;
+    due_batch = batch;
+    due_slot = ring.slot;
+    due_parity = ring.parity;
+    due_unneeded = unneeded;
+  }
 
   __device__ __forceinline__ void write_note(int group, uint32_t flags, int32_t start,
                                              uint64_t bits) const {
@@ -91,15 +155,21 @@ struct Producer {
                     static_cast<uint32_t>(bits >> 32));
   }
 
-  /// barrier: where the copies report.
+  /// barrier: where the copies report. unneeded: groups that do not use the stage.
   __device__ __forceinline__ void load(const CUtensorMap* k, const CUtensorMap* v, int token,
                                        int k_head, int k_batch, int v_head, int v_batch,
-                                       uint32_t barrier) const {
-    mbarrier_arrive_expect(barrier, 2 * Shape::kTileBytes);
-    tensor_load_5d(Shape::keys(base, ring.slot), k, barrier, read_again, 0, token, 0, k_head,
-                   k_batch);
-    tensor_load_5d(Shape::values(base, ring.slot), v, barrier, read_again, 0, token, 0, v_head,
-                   v_batch);
+                                       uint32_t barrier, uint32_t unneeded) {
+    if (lane == 0) {
+      mbarrier_arrive_expect(barrier, (Shape::kValuesApart ? 1 : 2) * Shape::kTileBytes);
+      tensor_load_5d(Shape::keys(base, ring.slot), k, barrier, read_again, 0, token, 0, k_head,
+                     k_batch);
+    }
+    if constexpr (Shape::kValuesApart) {
+      next_values(v, token, v_head, v_batch, unneeded);
+    } else if (lane == 0) {
+      tensor_load_5d(Shape::values(base, ring.slot), v, barrier, read_again, 0, token, 0, v_head,
+                     v_batch);
+    }
   }
 
   /// Zeros to the rows of keys beyond the sequence, in the product of dq: 0 times what padding holds may not be 0.
@@ -116,6 +186,19 @@ struct Producer {
     fence_async_shared();
     __syncwarp();
     if (lane == 0) mbarrier_arrive(Shape::full(base, ring.slot));
+  }
+
+  /// A stage that ends an item, where begin_item() does not.
+  __device__ __forceinline__ void end_item() {
+    while (queries_due != 0) load_queries_due();
+    wait_for_slot();
+    if (lane == 0) {
+#pragma unroll
+      for (int g = 0; g < kGroups; ++g) write_note(g, kEnd, 0, 0);
+      mbarrier_arrive(Shape::full(base, ring.slot));
+    }
+    if constexpr (Shape::kValuesApart) next_values(nullptr, 0, 0, 0, kGroups);
+    next_stage();
   }
 
   /// Ends a stage that lane 0 filled.
@@ -271,16 +354,19 @@ struct Producer {
       bool cleans = false;
       if constexpr (Shape::kWithGradients)
         cleans = start + 63 * args.position_stride >= args.seq_len;
+      uint32_t unneeded = 0;
+#pragma unroll
+      for (int g = 0; g < kGroups; ++g) unneeded += code[g] == 0 ? 1 : 0;
       if (lane == 0) {
         const int keys = source.num_keys - block * 64;
         const uint64_t bits = keys >= 64 ? ~uint64_t{0} : (uint64_t{1} << keys) - 1;
 #pragma unroll
         for (int g = 0; g < kGroups; ++g)
           write_note(g, code[g] & ((1 << kFlagBits) - 1), start, bits);
-        load(&source.k, &source.v, block * 64, kv_head * source.k_head_step,
-             batch * source.k_batch_step, kv_head * source.v_head_step, batch * source.v_batch_step,
-             cleans ? Shape::uncleaned(base) : Shape::full(base, ring.slot));
       }
+      load(&source.k, &source.v, block * 64, kv_head * source.k_head_step,
+           batch * source.k_batch_step, kv_head * source.v_head_step, batch * source.v_batch_step,
+           cleans ? Shape::uncleaned(base) : Shape::full(base, ring.slot), unneeded);
       if constexpr (Shape::kWithGradients) {
         if (cleans) clean_keys(start);
       }
@@ -384,12 +470,14 @@ struct Producer {
         store_shared_s32(list + lane * 4, tile.position[0]);
         store_shared_s32(list + lane * 4 + 128, tile.position[1]);
         __syncwarp();
-        if (lane == 0) {
+        uint32_t unneeded = 0;
 #pragma unroll
-          for (int g = 0; g < kGroups; ++g) write_note(g, flags[g], 0, bits[g]);
-          load(&args.gathered_k, &args.gathered_v, token + first, 0, 0, 0, 0,
-               Shape::full(base, ring.slot));
+        for (int g = 0; g < kGroups; ++g) {
+          unneeded += flags[g] == 0 ? 1 : 0;
+          if (lane == 0) write_note(g, flags[g], 0, bits[g]);
         }
+        load(&args.gathered_k, &args.gathered_v, token + first, 0, 0, 0, 0,
+             Shape::full(base, ring.slot), unneeded);
         next_stage();
       }
       tile = ahead;
@@ -420,8 +508,12 @@ struct Producer {
       const int inside = current % (args.group_rows * sets);
       row = current / (args.group_rows * sets) * args.group_rows + inside % args.group_rows;
       q_block = kGroups * (sets - 1 - inside / args.group_rows);
-      queries_due = (1u << kGroups) - 1;
-      load_queries_due();
+      if constexpr (!Shape::kQueriesInRing) {
+        queries_due = (1u << kGroups) - 1;
+        load_queries_due();
+      } else {
+        begin_item(false);
+      }
 #pragma unroll
       for (int g = 0; g < kGroups; ++g) bounds[g] = query_bounds(q_block + g);
       // Lengths of all lists at once, and each list's beginning while the one before is worked on.
@@ -439,21 +531,18 @@ struct Producer {
       for (int s = 0; s < args.num_sources; ++s) {
         if (args.sources[s].column_counts != nullptr) columns(args.sources[s]);
       }
-      while (queries_due != 0) load_queries_due();
-      wait_for_slot();
-      if (lane == 0) {
-#pragma unroll
-        for (int g = 0; g < kGroups; ++g) write_note(g, kEnd, 0, 0);
-        mbarrier_arrive(Shape::full(base, ring.slot));
-      }
-      next_stage();
+      if constexpr (!Shape::kQueriesInRing) end_item();
     }
-    for (int g = 0; g < kGroups; ++g) {
-      mbarrier_wait(Shape::q_empty(base, g), queries_parity);
-      if (lane == 0) {
-        store_shared_v4(Shape::item(base, g), kNoRow, 0, 0, 0);
-        mbarrier_arrive(Shape::q_full(base, g));
+    if constexpr (!Shape::kQueriesInRing) {
+      for (int g = 0; g < kGroups; ++g) {
+        mbarrier_wait(Shape::q_empty(base, g), queries_parity);
+        if (lane == 0) {
+          store_shared_v4(Shape::item(base, g), kNoRow, 0, 0, 0);
+          mbarrier_arrive(Shape::q_full(base, g));
+        }
       }
+    } else {
+      begin_item(true);
     }
   }
 };

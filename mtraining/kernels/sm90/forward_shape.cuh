@@ -15,14 +15,26 @@ inline constexpr int kArrivals = 32;
 inline constexpr int kArrivals = 1;
 #endif
 
-/// kGradients: of the backward's walk by query blocks. Then dout and statistics come with the queries.
+/// kGradients: of the backward's walk by query blocks. Its queries stay in shared memory, dout and statistics beside them. The
+/// forward's take a stage of the ring, from which they go to registers; where these cannot hold them, they stay, and there is so little
+/// room for stages that the values of one come after the keys of the next, which are needed at the same time.
 template <int kD, bool kGradients = false>
 struct ForwardShape {
   static constexpr bool kWithGradients = kGradients;
   static constexpr int kGroups = 2;  // consumer warpgroups, one query block each
-  static constexpr int kStages = (kGradients ? 5 : 6) * 128 / kD;
-  static constexpr int kTileBytes = 64 * kD * 2;  // [D / 64][64 rows][64 of D], 128-byte swizzle
-  static constexpr int kQueryTiles = kGradients ? 2 : 1;
+  static constexpr bool kQueriesInRing = !kGradients && kD <= 128;
+  static constexpr bool kValuesApart = !kGradients && kD > 128;
+  static constexpr int kStages = kGradients     ? 5 * 128 / kD
+                                 : kValuesApart ? 2
+                                 : kD <= 64     ? 13
+                                                : 7 * 128 / kD;
+  // Tiles: [D / kAtom][64 rows][kAtom of D], swizzled over rows of kAtom elements.
+  static constexpr int kAtom = kD % 64 == 0 ? 64 : 32;
+  static constexpr int kRowBytes = kAtom * 2, kAtomBytes = 64 * kRowBytes;
+  static constexpr int kTileBytes = 64 * kD * 2;
+  static constexpr int kQueryTiles = kGradients       ? 2
+                                     : kQueriesInRing ? 0
+                                                      : 1;  // of a group, beside the ring
   static constexpr int kStatisticsBytes = kGradients ? 2 * 64 * 4 : 0;
   static constexpr int kQ = kStages * 2 * kTileBytes;
   static constexpr int kStatistics = kQ + kGroups * kQueryTiles * kTileBytes;
@@ -30,12 +42,20 @@ struct ForwardShape {
   static constexpr int kPositions = kNotes + kStages * kGroups * 16;
   static constexpr int kItems = kPositions + kStages * 256;
   static constexpr int kBarriers = kItems + kGroups * 16;
-  static constexpr int kBytes = kBarriers + (2 * (kStages + kGroups) + (kGradients ? 1 : 0)) * 8;
+  static constexpr int kBytes =
+      kBarriers + ((kValuesApart ? 4 : 2) * kStages + 2 * kGroups + 1) * 8;
   static constexpr int kConsumerWarps = 4 * kGroups;
   static constexpr int kThreads =
       32 * kConsumerWarps + 128;  // the producer is one warp of a warpgroup
   static constexpr int kConsumerRegisters = 232,
                        kProducerRegisters = 40;  // of 65536 / kThreads each at launch
+
+  /// Where the 16 bytes from element 8 * chunk on of a tile's row are.
+  static __device__ __forceinline__ uint32_t chunk_at(uint32_t tile, uint32_t row, uint32_t chunk) {
+    constexpr uint32_t kChunks = kRowBytes / 16;
+    const uint32_t swizzle = kChunks == 8 ? row % 8 : row / 2 % 4;
+    return tile + chunk / kChunks * kAtomBytes + row * kRowBytes + (chunk % kChunks ^ swizzle) * 16;
+  }
 
   // Addresses from that of the whole.
   static __device__ __forceinline__ uint32_t keys(uint32_t base, uint32_t slot) {
@@ -43,6 +63,11 @@ struct ForwardShape {
   }
   static __device__ __forceinline__ uint32_t values(uint32_t base, uint32_t slot) {
     return base + (slot * 2 + 1) * kTileBytes;
+  }
+  /// A group's queries in a stage that brings an item.
+  static __device__ __forceinline__ uint32_t item_queries(uint32_t base, uint32_t slot,
+                                                          uint32_t group) {
+    return base + (slot * 2 + group) * kTileBytes;
   }
   static __device__ __forceinline__ uint32_t queries(uint32_t base, uint32_t group) {
     return base + kQ + group * kQueryTiles * kTileBytes;
@@ -62,7 +87,7 @@ struct ForwardShape {
   static __device__ __forceinline__ uint32_t item(uint32_t base, uint32_t group) {
     return base + kItems + group * 16;
   }
-  // Barriers: a stage is loaded; a stage is done with (every consumer warp); a group's queries are loaded; done with.
+  // Barriers: a stage is loaded; a stage is done with (every consumer warp); where queries have no stage, a group's are loaded; done with.
   static __device__ __forceinline__ uint32_t full(uint32_t base, uint32_t slot) {
     return base + kBarriers + slot * 8;
   }
@@ -75,6 +100,13 @@ struct ForwardShape {
   static __device__ __forceinline__ uint32_t q_empty(uint32_t base, uint32_t group) {
     return base + kBarriers + (2 * kStages + kGroups + group) * 8;
   }
+  /// Of kValuesApart: a stage's values are loaded; done with. full() and empty() are of the keys alone.
+  static __device__ __forceinline__ uint32_t values_full(uint32_t base, uint32_t slot) {
+    return base + kBarriers + (2 * (kStages + kGroups) + 1 + slot) * 8;
+  }
+  static __device__ __forceinline__ uint32_t values_empty(uint32_t base, uint32_t slot) {
+    return base + kBarriers + (2 * (kStages + kGroups) + 1 + kStages + slot) * 8;
+  }
   /// Of kGradients: keys whose padding must be cleaned are loaded.
   static __device__ __forceinline__ uint32_t uncleaned(uint32_t base) {
     return base + kBarriers + 2 * (kStages + kGroups) * 8;
@@ -86,10 +118,11 @@ inline constexpr uint32_t kNeeded = 1;    // this group uses the stage
 inline constexpr uint32_t kMaskBits = 2;  // only the keys whose bit is set count
 inline constexpr uint32_t kMaskEach = 4;  // also compare positions pair by pair
 inline constexpr uint32_t kColumns = 8;   // key positions are in the stage's list
-inline constexpr uint32_t kEnd = 16;      // no stage: the item is complete
+// The item is complete. Of kQueriesInRing: it brings the next, {kEnd, row, query block}, queries in place of keys and values.
+inline constexpr uint32_t kEnd = 16;
 inline constexpr int kFlagBits = 5;
 inline constexpr uint32_t kNoSlot = ~0u;
-// A group's item: {row, query block}; this row: there are no more.
+// An item's row where there are no more.
 inline constexpr uint32_t kNoRow = ~0u;
 
 /// The next stage: how many came before it, its slot, the parity its barriers complete with.

@@ -17,6 +17,12 @@
 namespace mtraining::kernels::sm90 {
 namespace {
 
+#ifdef MTRAINING_ALL_KERNELS
+constexpr int64_t kHeadDims[] = {64, 96, 128, 256};
+#else
+constexpr int64_t kHeadDims[] = {64, 128};
+#endif
+
 /// The largest error of an element over what rounding of the probabilities explains. The largest of a row must not show any: with it, out
 /// would not fit lse, and the gradient's differences of dout * v and dout * out would not cancel where one key has all the weight.
 double worst_beyond_rounding(const WholeCase& whole, const std::vector<float>& out) {
@@ -54,7 +60,8 @@ double worst_beyond_rounding(const WholeCase& whole, const std::vector<float>& o
     }
     const double others = 1 - most / sum;
     for (int64_t d = 0; d < D; ++d) {
-      const double allowed = ((2.1 * unit + 2e-4) * others + 4e-6) * largest;
+      // Values differ by up to twice the largest.
+      const double allowed = ((4.2 * unit + 4e-4) * others + 4e-6) * largest;
       worst = std::max(worst, std::fabs(out[row * D + d] - right[d] / sum) / allowed);
     }
   }
@@ -242,7 +249,7 @@ TEST(Sm90Forward, EmptyRowsAreZeroAndMinusInfinity) {
 TEST(Sm90Forward, OtherTypesAndHeadSizes) {
   MT_NEEDS_HOPPER();
   for (const DType dtype : {DType::kBFloat16, DType::kFloat16}) {
-    for (const int64_t head_dim : {64, 128}) {
+    for (const int64_t head_dim : kHeadDims) {
       run_case({.name = concat("dtype ", static_cast<int>(dtype), " D ", head_dim),
                 .layout = LayoutKind::kBlockStriped,
                 .seq_len = 777,
@@ -262,7 +269,7 @@ TEST(Sm90Forward, OtherTypesAndHeadSizes) {
 TEST(Sm90Forward, AKeyWithNearlyAllTheWeightGivesItsValue) {
   MT_NEEDS_HOPPER();
   for (const DType dtype : {DType::kBFloat16, DType::kFloat16}) {
-    for (const int64_t head_dim : {64, 128}) {
+    for (const int64_t head_dim : kHeadDims) {
       for (const bool csr : {false, true}) {
         run_case({.name = concat("rising peaks, dtype ", static_cast<int>(dtype), " D ", head_dim),
                   .seq_len = 1500,
@@ -288,7 +295,7 @@ TEST(Sm90Forward, AKeyWithNearlyAllTheWeightGivesItsValue) {
 TEST(Sm90Forward, ScoresMayRiseByAnything) {
   MT_NEEDS_HOPPER();
   for (const DType dtype : {DType::kBFloat16, DType::kFloat16}) {
-    for (const int64_t head_dim : {64, 128}) {
+    for (const int64_t head_dim : kHeadDims) {
       run_case({.name = concat("scores of +500 and -500, dtype ", static_cast<int>(dtype), " D ",
                                head_dim),
                 .seq_len = 400,

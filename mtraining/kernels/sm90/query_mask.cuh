@@ -37,13 +37,16 @@ __device__ __forceinline__ void mask_scores(float (&s)[32], const Stage& stage, 
     }
     return;
   }
+  // Products with the stride are cheap here and would take registers of every other path if they were kept.
+  asm volatile("" : "+r"(position_stride));
+  const int32_t start = stage.start + first * position_stride;
 #pragma unroll
   for (int c = 0; c < 16; ++c) {
     const int j = c / 2, e = c % 2;
-    const int key = 8 * j + first + e;
     const bool counts = ((j < 4 ? low : high) >> (8 * (j % 4) + e) & 1) != 0;
-    const int position = (stage.flags & kColumns) != 0 ? load_shared_s32(list + key * 4)
-                                                       : stage.start + key * position_stride;
+    const int position = (stage.flags & kColumns) != 0
+                             ? load_shared_s32(list + (8 * j + first + e) * 4)
+                             : start + (8 * j + e) * position_stride;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       if (!counts || position > q_position[r] || position < q_document[r])

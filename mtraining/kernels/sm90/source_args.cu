@@ -80,24 +80,27 @@ CUtensorMap tensor_map(const char* name, const ConstView& view, DType dtype, int
   const auto bytes = [](int64_t stride, int64_t size) {
     return static_cast<cuuint64_t>(size > 1 ? stride * 2 : 128);
   };
+  const int64_t atom = head_dim % 64 == 0 ? 64 : 32;
   const int64_t map_heads = view.stride_head == 0 ? 1 : heads;
   const int64_t map_batch = view.stride_batch == 0 ? 1 : batch;
-  const cuuint64_t sizes[5] = {
-      64, static_cast<cuuint64_t>(tokens), static_cast<cuuint64_t>(head_dim / 64),
-      static_cast<cuuint64_t>(map_heads), static_cast<cuuint64_t>(map_batch)};
-  const cuuint64_t strides[4] = {bytes(view.stride_token, tokens), 128,
-                                 bytes(view.stride_head, map_heads),
-                                 bytes(view.stride_batch, map_batch)};
-  const cuuint32_t box[5] = {64, 64, static_cast<cuuint32_t>(head_dim / 64), 1, 1};
+  const cuuint64_t sizes[5] = {static_cast<cuuint64_t>(atom), static_cast<cuuint64_t>(tokens),
+                               static_cast<cuuint64_t>(head_dim / atom),
+                               static_cast<cuuint64_t>(map_heads),
+                               static_cast<cuuint64_t>(map_batch)};
+  const cuuint64_t strides[4] = {
+      bytes(view.stride_token, tokens), static_cast<cuuint64_t>(atom * 2),
+      bytes(view.stride_head, map_heads), bytes(view.stride_batch, map_batch)};
+  const cuuint32_t box[5] = {static_cast<cuuint32_t>(atom), 64,
+                             static_cast<cuuint32_t>(head_dim / atom), 1, 1};
   const cuuint32_t steps[5] = {1, 1, 1, 1, 1};
   CUtensorMap map;
-  const CUresult result =
-      tensor_map_encoder()(&map,
-                           dtype == DType::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
-                                                     : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-                           5, const_cast<void*>(view.data), sizes, strides, box, steps,
-                           CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                           CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult result = tensor_map_encoder()(
+      &map,
+      dtype == DType::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+                                : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+      5, const_cast<void*>(view.data), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+      atom == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
+      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   MT_CHECK_SUPPORTED(result == CUDA_SUCCESS, name, ": the driver cannot map [", batch, ", ", tokens,
                      ", ", heads, ", ", head_dim, "] with strides ", view.stride_batch, ", ",
                      view.stride_token, ", ", view.stride_head, " (CUresult ",

@@ -16,7 +16,7 @@ namespace mtraining::kernels::sm90 {
 inline constexpr int kMaxSources = 32;
 
 struct SourceArgs {
-  CUtensorMap k, v;             // [64 of D, tokens, D / 64, heads, batch]
+  CUtensorMap k, v;             // see tensor_map
   const int32_t* block_starts;  // null: no blocks
   int32_t num_keys;
   int32_t num_blocks;
@@ -64,7 +64,7 @@ void check_cuda(cudaError_t error, const char* what);
 int multiprocessors(const AttentionParams& params);
 int64_t round_up(int64_t value, int64_t multiple);
 
-/// [64 of D, tokens, D / 64, heads, batch]; boxes of one 64-row block, all of D, 128-byte swizzle.
+/// [64 of D, tokens, D / 64, heads, batch]; boxes of one 64-row block, all of D, 128-byte swizzle. D no multiple of 64: 32 and 64 bytes.
 CUtensorMap tensor_map(const char* name, const ConstView& view, DType dtype, int64_t head_dim,
                        int64_t tokens, int64_t heads, int64_t batch);
 /// [32 of D, tokens, D / 32, heads, batch] of float32; boxes of 16 rows, half of D, 128-byte swizzle.

@@ -1,0 +1,10 @@
+// forward, bf16, head_dim 256.
+#include "mtraining/kernels/sm90/forward_kernel.cuh"
+
+namespace mtraining::kernels::sm90 {
+
+cudaError_t launch_forward_bf16_d256(const ForwardArgs& args, int num_sms, cudaStream_t stream) {
+  return launch_forward<__nv_bfloat16, 256>(args, num_sms, stream);
+}
+
+}  // namespace mtraining::kernels::sm90
