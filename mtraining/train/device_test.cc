@@ -64,7 +64,7 @@ TEST(DeviceLoss, BfloatHeadIsTheFloat64LossToItsRounding) {
   for (const int64_t tokens : {1, 63, 300}) {
     for (const int64_t chunk : {1, 64, 300, 1024}) {
       const at::Tensor hidden = values(tokens, {tokens, 128}, 1, at::kBFloat16);
-      const at::Tensor weight = values(chunk, {1000, 128}, 0.3, at::kBFloat16);
+      const at::Tensor weight = values(1000 + chunk, {1000, 128}, 0.3, at::kBFloat16);
       at::Tensor labels = at::arange(tokens, at::kLong).mul_(37).remainder_(1000);
       if (tokens > 2) labels.slice(0, 0, tokens, 3).fill_(data::kIgnored);
       const Exact want = exact_loss(hidden, weight, labels);
@@ -166,7 +166,7 @@ std::vector<at::Tensor> updated(bool offload, int zero, int64_t threads) {
   std::vector<at::Tensor> parameters;
   for (const auto& each : named) parameters.push_back(each.value);
   const auto share = optim::make_parameter_share(
-      named, *group, zero, {.offload = offload, .host_threads = threads, .bucket_bytes = 1 << 20});
+      named, *group, zero, {.offload = offload, .bucket_bytes = 1 << 20, .host_threads = threads});
   optim::AdamW adamw({.weight_decay = 0.1}, *share);
   for (int step = 0; step < 3; ++step) {
     share->zero_gradient();

@@ -10,16 +10,19 @@ namespace {
 constexpr int kThreads = 512;
 constexpr int kVectors = 4;  // of a thread at a time, kThreads apart
 constexpr float kLog2E = 1.44269504088896340736f;
-constexpr float kLn2 = 0.69314718055994530942f;
 
-/// Sum of exponentials relative to the largest, both to base 2.
+/// e^x, x a difference of logits: subtracted first, so that a large logit costs nothing of its neighbours' digits.
+__device__ __forceinline__ float exponential(float x) { return exp2f(x * kLog2E); }
+
+/// Sum of exponentials relative to the largest.
 struct Sum {
   float largest, sum;
 };
 __device__ __forceinline__ Sum join(Sum a, Sum b) {
   const float largest = fmaxf(a.largest, b.largest);
   if (largest == -INFINITY) return {largest, a.sum + b.sum};
-  return {largest, a.sum * exp2f(a.largest - largest) + b.sum * exp2f(b.largest - largest)};
+  return {largest,
+          a.sum * exponential(a.largest - largest) + b.sum * exponential(b.largest - largest)};
 }
 
 // One block a row: once over the logits for the sum, once more for the gradient.
@@ -56,9 +59,8 @@ __global__ void __launch_bounds__(kThreads) cross_entropy_kernel(CrossEntropy p)
       float largest = x[v][0];
 #pragma unroll
       for (int i = 1; i < kWide; ++i) largest = fmaxf(largest, x[v][i]);
-      largest *= kLog2E;
       if (largest > mine.largest) {
-        mine.sum *= exp2f(mine.largest - largest);
+        mine.sum *= exponential(mine.largest - largest);
         mine.largest = largest;
       }
       if (mine.largest == -INFINITY) {
@@ -68,7 +70,7 @@ __global__ void __launch_bounds__(kThreads) cross_entropy_kernel(CrossEntropy p)
         continue;
       }
 #pragma unroll
-      for (int i = 0; i < kWide; ++i) mine.sum += exp2f(fmaf(x[v][i], kLog2E, -mine.largest));
+      for (int i = 0; i < kWide; ++i) mine.sum += exponential(x[v][i] - mine.largest);
     }
   }
 #pragma unroll
@@ -85,9 +87,9 @@ __global__ void __launch_bounds__(kThreads) cross_entropy_kernel(CrossEntropy p)
   Sum all = warps[0];
 #pragma unroll
   for (int w = 1; w < kThreads / 32; ++w) all = join(all, warps[w]);
-  const float lse = all.largest + log2f(all.sum);  // base 2
-  if (threadIdx.x == 0) p.loss[row] = lse * kLn2 - label_logit;
+  if (threadIdx.x == 0) p.loss[row] = logf(all.sum) + (all.largest - label_logit);
   if (!p.gradient) return;
+  const float share = 1.0f / all.sum;
   for (int32_t begin = 0; begin < vocab; begin += kStep * kVectors) {
     Packed<T, kWide> x[kVectors];
 #pragma unroll
@@ -104,7 +106,7 @@ __global__ void __launch_bounds__(kThreads) cross_entropy_kernel(CrossEntropy p)
       Packed<G, kWide> d;
 #pragma unroll
       for (int i = 0; i < kWide; ++i)
-        d.set(i, exp2f(fmaf(x[v][i], kLog2E, -lse)) - (at + i == label ? 1.0f : 0.0f));
+        d.set(i, exponential(x[v][i] - all.largest) * share - (at + i == label ? 1.0f : 0.0f));
       store(gradient + at, d);
     }
   }

@@ -94,11 +94,8 @@ __global__ void __launch_bounds__(kNormThreads, forward_blocks(kVectors, kAdds))
   }
 }
 
-constexpr int backward_blocks(int vectors, bool adds) { return vectors > 1 ? 1 : adds ? 4 : 5; }
-
 template <typename T, int kGroup, int kVectors, bool kAdds>
-__global__ void __launch_bounds__(kNormThreads, backward_blocks(kVectors, kAdds))
-    backward_kernel(RmsNormBackward p) {
+__global__ void __launch_bounds__(kNormThreads) backward_kernel(RmsNormBackward p) {
   constexpr int kRows = kNormThreads / kGroup;
   const int lane = threadIdx.x % kGroup;
   Packed<T, kWide> w[kVectors];
