@@ -35,8 +35,8 @@ struct OwnedRange {
 struct ShareOptions {
   at::ScalarType grad_dtype = at::kFloat;    ///< in which gradients are added up and sent
   bool offload = false;                      ///< masters and moments in host memory
-  int64_t host_threads = 0;                  ///< of an update in host memory; 0: torch's
   int64_t bucket_bytes = int64_t{32} << 20;  ///< of gradients that travel together
+  int64_t host_threads = 0;                  ///< of an update in host memory; 0: torch's
 };
 
 class ParameterShare {

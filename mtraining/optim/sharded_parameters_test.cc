@@ -276,5 +276,44 @@ TEST(ShardedParameters, GradientsAreFreedAsTheyGoAndParametersOutliveTheirShare)
   });
 }
 
+TEST(ParameterShare, ValuesTakenInPartsAreThoseThatArePublished) {
+  for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16}) {
+    for (const int ranks : {1, 3}) {
+      for (const int zero : {0, 2}) {
+        if (zero == 0 && dtype == at::kFloat) continue;  // they are the masters themselves
+        comm::run_loopback(ranks, [&](comm::Transport& transport) {
+          at::set_num_threads(1);
+          std::vector<int> all(ranks);
+          for (int r = 0; r < ranks; ++r) all[r] = r;
+          const auto group = transport.open("gradients", all);
+          static std::mutex seeding;
+          std::unique_lock lock(seeding);
+          const Net net(dtype, 11);
+          lock.unlock();
+          const auto share = make_parameter_share(net.named(), *group, zero, {.bucket_bytes = 300});
+          // A function of the place in the flat vectors alone.
+          for (const OwnedRange& owned : share->owned()) {
+            share->master()
+                .narrow(0, owned.offset, owned.end - owned.begin)
+                .copy_(at::arange(owned.begin, owned.end, at::kFloat).mul_(0.37).sin_());
+          }
+          share->publish();
+          std::vector<at::Tensor> want;
+          for (const auto& p : net.named()) want.push_back(p.value.detach().clone());
+          for (const auto& p : net.named()) p.value.detach().zero_();
+          const at::Tensor values = share->master().to(dtype);
+          for (const OwnedRange& owned : share->owned()) {
+            for (int64_t at = owned.offset, end = at + owned.end - owned.begin; at < end; at += 17)
+              share->take(at, values.narrow(0, at, std::min<int64_t>(17, end - at)));
+          }
+          share->publish_taken();
+          for (size_t i = 0; i < want.size(); ++i)
+            EXPECT_TRUE(at::equal(net.named()[i].value.detach(), want[i])) << i << ' ' << zero;
+        });
+      }
+    }
+  }
+}
+
 }  // namespace
 }  // namespace mtraining::optim
