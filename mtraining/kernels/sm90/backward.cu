@@ -13,7 +13,7 @@ constexpr int64_t kCounterBytes = 256;
 // As in the forward: keys beyond about half of L2, and the heads of one kv head are done before the next one's.
 constexpr int64_t kGroupAboveBytes = int64_t{24} << 20;
 constexpr int32_t kColumnQueryBlocks = 128;
-constexpr int64_t kStagesPerItem = 128;
+constexpr int64_t kStagesPerItem = 256;
 
 int64_t blocks_of(int64_t tokens) { return (tokens + kBlock - 1) / kBlock; }
 

@@ -110,8 +110,7 @@ struct KeyConsumer {
       of[j] = load_shared_f2(statistics + (8 * (4 * half + j) + 2 * (lane & 3)) * 4);
   }
 
-  /// Exponents of the probabilities.
-  __device__ __forceinline__ void shift(float (&s)[32], uint32_t statistics) const {
+  __device__ __forceinline__ void probabilities(float (&s)[32], uint32_t statistics) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float2 lse[4];
@@ -119,7 +118,7 @@ struct KeyConsumer {
 #pragma unroll
       for (int i = 0; i < 16; ++i) {
         float& x = s[16 * half + i];
-        x = fmaf(x, args.scale_log2, i % 2 == 0 ? lse[i / 4].x : lse[i / 4].y);
+        x = exp2_approx(fmaf(x, args.scale_log2, i % 2 == 0 ? lse[i / 4].x : lse[i / 4].y));
       }
     }
   }
@@ -151,8 +150,8 @@ struct KeyConsumer {
     }
   }
 
-  /// The same where keys are hidden. Hidden pairs get 0 whatever dp holds. So do keys that have all of a row's weight to the
-  /// rounding of lse: there dp - delta is 0 but for rounding, and a row that sees one key has no gradient.
+  /// The same for kMaskEach. Hidden pairs get 0 whatever dp holds. So do keys that have all of a row's weight to the rounding of lse:
+  /// there dp - delta is 0 but for rounding, and a row that sees one key has no gradient. Such a row is in no other tile.
   __device__ __forceinline__ void masked_score_gradients(const float (&dp)[32],
                                                          const float (&p)[32], uint32_t statistics,
                                                          uint32_t (&rounded)[4][4],
@@ -230,20 +229,15 @@ struct KeyConsumer {
     pin(s);
     for (;;) {  // nothing in flight; s holds scores
       const uint32_t slot = ring.slot;
-      const bool masked = (flags & (kMaskBits | kMaskEach)) != 0;
-      if (masked) mask(s, flags);
-      shift(s, Shape::statistics(base, slot));
-      pin(s);
+      if ((flags & (kMaskBits | kMaskEach)) != 0) mask(s, flags);
+      probabilities(s, Shape::statistics(base, slot));
       float dp[32];
       wgmma_fence();
       issue_scores(dp, Shape::values(base, kGroup), Shape::dout(base, slot));
-      pin(s);
-#pragma unroll
-      for (int i = 0; i < 32; ++i) s[i] = exp2_approx(s[i]);
       wgmma_wait<0>();
       pin(dp);
       uint32_t rounded[4][4], gradients[4][4];
-      if (masked) {
+      if ((flags & kMaskEach) != 0) {
         masked_score_gradients(dp, s, Shape::statistics(base, slot), rounded, gradients);
       } else {
         score_gradients(dp, s, Shape::statistics(base, slot) + 256, rounded, gradients);

@@ -261,7 +261,8 @@ struct KeyProducer {
           windows[g].pending &= windows[g].pending - 1;
           q_start = its_start;
           uint32_t mine = kNeeded;
-          if (last[g] > (its_start & INT_MAX) || start[g] < its_document) mine |= kMaskEach;
+          if (last[g] > (its_start & INT_MAX) || start[g] < its_document || __popcll(bits[g]) < 2)
+            mine |= kMaskEach;
           if (bits[g] != ~uint64_t{0}) mine |= kMaskBits;
           flags |= mine << (g * kGroupFlags);
         }
@@ -315,7 +316,8 @@ struct KeyProducer {
           bits[g] = counting[2 * g] | static_cast<uint64_t>(counting[2 * g + 1]) << 32;
           uint32_t mine = bits[g] == 0 ? 0 : kNeeded;
           if (bits[g] != ~uint64_t{0} && bits[g] != 0) mine |= kMaskBits;
-          if ((each[2 * g] | each[2 * g + 1]) != 0) mine |= kMaskEach;
+          // Rows that see one key alone are compared pair by pair.
+          if ((each[2 * g] | each[2 * g + 1]) != 0 || __popcll(bits[g]) == 1) mine |= kMaskEach;
           flags |= mine << (g * kGroupFlags);
         }
         if (flags != 0) emit(row, window + at, q_start, flags, bits[0], bits[1]);

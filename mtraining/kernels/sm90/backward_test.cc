@@ -23,6 +23,7 @@ namespace {
 /// What the deterministic mode gave, put together; dout as the kernels saw it.
 struct Gradients {
   std::vector<double> dq, dk, dv, dout;
+  std::vector<double> default_dq;  // of the default mode
 };
 
 /// Gradients begin at 1: the kernels add.
@@ -268,6 +269,7 @@ Gradients run_case(const Case& c) {
                                     expect("dk", got.dk, truth.dk, plain.dk), ", ",
                                     expect("dv", got.dv, truth.dv, plain.dv));
     std::printf("%-44s%s %s\n", c.name.c_str(), deterministic ? " det" : "    ", line.c_str());
+    if (deterministic) got.default_dq = std::move(result.dq);
     result = std::move(got);
   }
   result.dout = problem.dout;
@@ -483,11 +485,46 @@ TEST(Sm90Backward, ASingleKeyHasNoScoreGradient) {
                                       .documents = Documents::kEveryToken,
                                       .outlier_channel = outliers});
       for (const double x : got.dq) ASSERT_EQ(x, 0);
+      for (const double x : got.default_dq) ASSERT_EQ(x, 0);
       for (const double x : got.dk) ASSERT_EQ(x, 0);
       for (size_t i = 0; i < got.dv.size(); ++i)
         ASSERT_NEAR(got.dv[i], got.dout[i], 1e-6) << i;  // the sum began at 1
     }
   }
+}
+
+/// Heads of which a column is all that many rows see: in tiles where nothing else hides keys, too.
+TEST(Sm90Backward, ALoneColumnHasNoScoreGradient) {
+  MT_NEEDS_HOPPER();
+  const Case c{.name = "a lone column",
+               .seq_len = 900,
+               .num_q_heads = 16,
+               .columns = Columns::kPerStep,
+               .without_diagonal = true,
+               .num_columns = 1};
+  const Choice choice = choose(c);
+  const testing::Mask mask =
+      testing::vertical_slash_mask(choice.diagonals, choice.columns, c.num_q_heads, {}, c.seq_len);
+  const Gradients got = run_case(c);
+  int64_t in_other_blocks = 0;
+  for (int64_t h = 0; h < c.num_q_heads; ++h) {
+    for (int64_t i = 0; i < c.seq_len; ++i) {
+      int64_t keys = 0, key = 0;
+      for (int64_t j = 0; j <= i; ++j) {
+        if (!mask(0, h, i, j)) continue;
+        ++keys;
+        key = j;
+      }
+      if (keys != 1) continue;
+      if (key / 64 < i / 64) ++in_other_blocks;
+      for (int64_t d = 0; d < c.head_dim; ++d) {
+        const int64_t at = (i * c.num_q_heads + h) * c.head_dim + d;
+        ASSERT_EQ(got.dq[at], 0) << "head " << h << ", row " << i;
+        ASSERT_EQ(got.default_dq[at], 0) << "head " << h << ", row " << i;
+      }
+    }
+  }
+  EXPECT_GT(in_other_blocks, 64);
 }
 
 TEST(Sm90Backward, RefusesWhatItCannotDo) {
