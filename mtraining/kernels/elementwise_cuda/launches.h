@@ -1,4 +1,4 @@
-// Launches behind elementwise.h's checks: RMSNorm one set a dtype, the others by their struct. elementwise.cc calls them.
+// Launches: what lies behind elementwise.h's checks, RMSNorm one set a dtype. In: their structs. Out: enqueued kernels. Next: elementwise.cc.
 #pragma once
 
 #include "mtraining/kernels/elementwise_cuda/elementwise.h"
