@@ -272,6 +272,8 @@ TEST(TorchDevice, NamesOfKernelsAreShort) {
   EXPECT_EQ(short_kernel_name("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_knob_7"),
             "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_knob_7");
   EXPECT_EQ(short_kernel_name("Memset (Device)"), "Memset");
+  EXPECT_EQ(short_kernel_name("mtraining::kernels::sm90::(anonymous namespace)::gather(Args)"),
+            "sm90::gather");
 }
 
 TEST(QkReport, IsTheSameOnAnyNumberOfRanks) {

@@ -108,7 +108,8 @@ class DeviceLaunch : public AttentionLaunch {
     row["bwd_kernels"] = kernels_of(device_, [&] { run_backward(); });
     forget_forward();
     forget_gradients();
-    if (place_.cp_size == 1) add_operators(row, repeats);
+    // Operators take the back end that dispatch chooses.
+    if (place_.cp_size == 1 && place_.backend.empty()) add_operators(row, repeats);
   }
 
  private:

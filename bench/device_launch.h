@@ -31,7 +31,7 @@ DeviceInputs make_device_inputs(const LaunchPlace& place, const AttentionSizes& 
 
 /// Errors: those of dispatch; Unsupported where the back end asked for does not run on this GPU.
 /// Beside what every launch tells: "backend", "deterministic", "peak_bytes" (of a forward and a backward, above the inputs), errors of
-/// sampled rows (sampled_errors.h), "fwd_kernels" and "bwd_kernels" (microseconds by name), and with one rank "op_fwd_ms",
+/// sampled rows (sampled_errors.h), "fwd_kernels" and "bwd_kernels" (microseconds by name), and with one rank and no back end asked for "op_fwd_ms",
 /// "op_bwd_ms": the operators attend and its backward.
 std::unique_ptr<AttentionLaunch> make_device_launch(const LaunchPlace& place,
                                                     const AttentionSizes& sizes,

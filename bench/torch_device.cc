@@ -91,7 +91,10 @@ int64_t peak_bytes(at::Device device, const std::function<void()>& body) {
   return allocator->getDeviceStats(device.index()).allocated_bytes[kAll].peak - before;
 }
 
-std::string short_kernel_name(const std::string& demangled) {
+std::string short_kernel_name(std::string demangled) {
+  const std::string unnamed = "(anonymous namespace)::";
+  for (size_t at; (at = demangled.find(unnamed)) != std::string::npos;)
+    demangled.erase(at, unnamed.size());
   std::string name;
   int depth = 0;
   for (const char c : demangled) {

@@ -31,6 +31,6 @@ int64_t peak_bytes(at::Device device, const std::function<void()>& body);
 /// let itself be traced.
 Json kernels_of(at::Device device, const std::function<void()>& body);
 /// Template arguments and parameters of a kernel, and this project's namespaces, are cut.
-std::string short_kernel_name(const std::string& demangled);
+std::string short_kernel_name(std::string demangled);
 
 }  // namespace mtraining::bench
