@@ -8,6 +8,7 @@
 #include "mtraining/attention/tensors.h"
 #include "mtraining/base/check.h"
 #include "mtraining/data/batches.h"
+#include "mtraining/train/device.h"
 #ifdef MT_WITH_CUDA
 #include "mtraining/kernels/elementwise_cuda/elementwise.h"
 #endif
@@ -144,9 +145,11 @@ SummedLoss chunked_loss(const at::Tensor& hidden, const at::Tensor& weight,
   SummedLoss result;
   result.count = valid.sum().item<int64_t>();
   if (at::GradMode::is_enabled() && (hidden.requires_grad() || weight.requires_grad())) {
-    result.sum = ChunkedLoss::apply(hidden, weight, labels.to(hidden.device()), chunk_tokens);
+    result.sum =
+        ChunkedLoss::apply(hidden, weight, to_device(labels, hidden.device()), chunk_tokens);
   } else {
-    result.sum = summed(hidden, weight, labels.to(hidden.device()), chunk_tokens, nullptr, nullptr);
+    result.sum =
+        summed(hidden, weight, to_device(labels, hidden.device()), chunk_tokens, nullptr, nullptr);
   }
   return result;
 }

@@ -45,6 +45,8 @@ trace::StepMetrics Trainer::step(
   StepUnderWay under_way{trace::now_us(), s.context.bytes_sent() + s.job.bytes_sent()};
   s.recording = s.config.trace.chrome && step + 1 >= s.config.trace.first_step &&
                 step + 1 < s.config.trace.first_step + s.config.trace.steps;
+  s.times.record(s.recording);
+  s.times.begin("train_step", "step", step + 1);
   s.layers.begin(s.recording ? &s.recorder : nullptr, step + 1);
   s.current_step = step;
   s.last_indices.clear();
@@ -57,14 +59,21 @@ trace::StepMetrics Trainer::step(
   request.measure_recall = every > 0 && step % every == 0 && replay == nullptr && !dense;
   request.recall_seed = s.config.train.seed + static_cast<uint64_t>(step);
   std::vector<double> totals(2, 0);  // sum of losses, valid tokens
+  std::vector<at::Tensor>
+      losses;  // of micro-steps, not yet in totals: to read one is to wait for a GPU
+  const auto read_totals = [&] {
+    for (const at::Tensor& loss : losses) totals[0] += loss.item<double>();
+    losses.clear();
+    return totals;
+  };
   const int64_t first_micro = s.first_micro_step();
   if (first_micro > 0 && s.job.rank() == 0) totals = {s.position.kept_loss, s.position.kept_labels};
   for (int64_t micro = first_micro; micro < s.resolved.accumulation; ++micro) {
     try {
-      if (micro > first_micro && s.stops_between_micro_steps(totals)) throw StepAbandoned();
+      if (micro > first_micro && s.stops_between_micro_steps(read_totals)) throw StepAbandoned();
       if (replay != nullptr) request.replay = &replay->at(micro);
       const SummedLoss loss = s.micro_step(step, micro, request, under_way.data_wait_s);
-      totals[0] += loss.sum.item<double>();
+      losses.push_back(loss.sum.detach());
       totals[1] += static_cast<double>(loss.count);
     } catch (const StepAbandoned&) {
       // Buckets that are under way come home, on all ranks alike.
@@ -72,20 +81,21 @@ trace::StepMetrics Trainer::step(
       s.in_backward = false;
       s.stop_agreed = s.step_dropped = true;
       s.position.kept_samples = 0;
-      if (s.keeps_micro_steps()) s.keep_micro_steps(totals);
+      if (s.keeps_micro_steps()) s.keep_micro_steps(read_totals());
       return {};
     }
     s.whole_micro_steps = micro + 1;
     if (s.keeps_indices) s.last_indices.push_back(s.layers.seen().indices);
   }
   s.position.kept_samples = s.whole_micro_steps = 0;
+  read_totals();
 
-  const int64_t reduce_us = trace::now_us();
+  s.times.begin("reduce", "step", step + 1);
   if (s.fault.poisons("gradient", step + 1)) s.share->gradient().fill_(std::nan(""));
   s.job.sum(totals);
   s.share->reduce_gradient();
-  s.span("reduce", "step", reduce_us, step);
-  const int64_t update_us = trace::now_us();
+  s.times.end("reduce");
+  s.times.begin("optimizer", "step", step + 1);
   trace::StepMetrics m;
   const double valid_tokens = totals[1];
   m.loss = valid_tokens > 0 ? totals[0] / valid_tokens : 0;
@@ -109,7 +119,7 @@ trace::StepMetrics Trainer::step(
     s.adamw.step(m.lr, per_token * optim::clip_factor(m.grad_norm, s.config.optim.clip_norm));
     s.position.skipped_in_a_row = 0;
   }
-  s.span("optimizer", "step", update_us, step);
+  s.times.end("optimizer");
   const double attention_pairs = s.gather_metrics(under_way, request, m);
   m.train_step = step + 1;
   m.tokens = s.config.train.global_batch_size * s.config.train.seq_len;
@@ -131,7 +141,8 @@ trace::StepMetrics Trainer::step(
     m.mfu = flops / (m.step_s * *s.config.train.peak_flops_per_s * s.job.size());
   }
   m.skipped = s.position.skipped;
-  s.span("train_step", "step", under_way.begin_us, step);
+  s.times.end("train_step");
+  s.times.collect(s.recorder);
   return m;
 }
 

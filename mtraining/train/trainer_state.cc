@@ -9,6 +9,7 @@
 #include "mtraining/base/error_kinds.h"
 #include "mtraining/checkpoint/weight_folder.h"
 #include "mtraining/checkpoint/weights.h"
+#include "mtraining/train/device.h"
 
 namespace mtraining::train {
 
@@ -98,7 +99,8 @@ Trainer::State::State(const RunConfig& c, const ResolvedRun& r, comm::Transport&
       host_layers(r.device, c.train.offload_layers),
       fault(Fault::from_environment(transport.rank())),
       run_state(config, job, parameters, *share, adamw),
-      stop_poll(transport) {
+      stop_poll(transport),
+      times(r.device) {
   if (!resume.empty()) {
     position = run_state.load(resume);
   } else if (config.init_from) {
@@ -107,6 +109,7 @@ Trainer::State::State(const RunConfig& c, const ResolvedRun& r, comm::Transport&
   saved_steps = position.steps_done;
   layers.set_boundary([this] { boundary(); });
   construction.reset();
+  release_cached_memory(resolved.device);  // temporaries of the first weights
 }
 
 void Trainer::State::boundary() {
@@ -126,13 +129,14 @@ bool Trainer::State::save_is_due() const {
 }
 
 void Trainer::State::save() {
-  const int64_t begin_us = trace::now_us();
+  times.begin("checkpoint", "step", position.steps_done, -1, PartTimes::Clock::kHost);
   run_state.save(position, [this] { fault.strike("checkpoint", position.steps_done); });
   saved_at = std::chrono::steady_clock::now();
   saved_steps = position.steps_done;
   save_agreed = false;
   if (on_saved) on_saved(position.steps_done);
-  span("checkpoint", "step", begin_us, position.steps_done - 1);
+  times.end("checkpoint");
+  times.collect(recorder);
 }
 
 void Trainer::State::keep_micro_steps(std::vector<double> totals) {
@@ -144,14 +148,9 @@ void Trainer::State::keep_micro_steps(std::vector<double> totals) {
 
 model::PartObserver Trainer::State::part_observer(int64_t step) {
   if (!recording) return {};
-  return
-      [this, step, begin = int64_t{0}](std::string_view part, int64_t layer, bool begins) mutable {
-        if (begins) {
-          begin = trace::now_us();
-        } else {
-          span(std::string(part).c_str(), "model", begin, step, layer);
-        }
-      };
+  return [this, step](std::string_view part, int64_t layer, bool begins) {
+    begins ? times.begin(part, "model", step + 1, layer) : times.end(part);
+  };
 }
 
 model::RunLayer Trainer::State::run_layer(const AttendRequest& request, int64_t step) {
@@ -159,7 +158,7 @@ model::RunLayer Trainer::State::run_layer(const AttendRequest& request, int64_t 
   if (mode == Recompute::kNone || !at::GradMode::is_enabled())
     return decoder.layers_with(layers.attend(request), part_observer(step));
   return recomputed_layers(decoder, mode, layers.attend_twice(request), part_observer(step),
-                           &host_layers);
+                           &host_layers, config.train.recompute_span);
 }
 
 SummedLoss Trainer::State::forward(const data::Batch& batch, AttendRequest request, int64_t step) {
@@ -167,16 +166,19 @@ SummedLoss Trainer::State::forward(const data::Batch& batch, AttendRequest reque
   request.document_starts = batch.document_starts;
   at::Tensor hidden;
   try {
-    hidden =
-        decoder.forward(batch.ids.to(resolved.device), batch.rope_positions().to(resolved.device),
-                        run_layer(request, step), part_observer(step));
+    hidden = decoder.forward(to_device(batch.ids, resolved.device),
+                             to_device(batch.rope_positions(), resolved.device),
+                             run_layer(request, step), part_observer(step));
   } catch (const NotFinite& error) {
     // Configuration and tokens were checked before: this is the training's fault.
     throw ExternalError(
         concat("train_step ", current_step + 1, ": training has diverged: ", error.what()));
   }
-  return chunked_loss(hidden.reshape({-1, hidden.size(-1)}), decoder.head_weight(),
-                      batch.labels.reshape({-1}), config.train.loss_chunk);
+  times.begin("head_and_loss", "model", step + 1);
+  SummedLoss loss = chunked_loss(hidden.reshape({-1, hidden.size(-1)}), decoder.head_weight(),
+                                 batch.labels.reshape({-1}), config.train.loss_chunk);
+  times.end("head_and_loss");
+  return loss;
 }
 
 void Trainer::State::check_same_samples(const data::Batch& batch) {
@@ -195,16 +197,17 @@ void Trainer::State::check_same_samples(const data::Batch& batch) {
 SummedLoss Trainer::State::micro_step(int64_t step, int64_t micro, const AttendRequest& request,
                                       double& data_wait_s) {
   const int64_t begin_us = trace::now_us();
+  times.begin("batch", "step", step + 1, -1, PartTimes::Clock::kHost);
   fault.strike("loader", step + 1);
   const data::Batch batch = train_data.batch(step, micro, context.layout(), context.cp_rank());
   data_wait_s += seconds(begin_us, trace::now_us());
-  span("batch", "step", begin_us, step);
-  const int64_t forward_us = trace::now_us();
+  times.end("batch");
+  times.begin("forward", "step", step + 1);
   fault.strike("forward", step + 1);
   host_layers.clear();
   SummedLoss loss = forward(batch, request, step);
-  span("forward", "step", forward_us, step);
-  const int64_t backward_us = trace::now_us();
+  times.end("forward");
+  times.begin("backward", "step", step + 1);
   if (fault.is_at("backward", step + 1)) {
     loss.sum.register_hook([this, step](const at::Tensor&) { fault.strike("backward", step + 1); });
   }
@@ -212,7 +215,7 @@ SummedLoss Trainer::State::micro_step(int64_t step, int64_t micro, const AttendR
   if (loss.sum.requires_grad()) torch::autograd::backward({loss.sum}, {});
   in_backward = false;
   share->collect_gradient();
-  span("backward", "step", backward_us, step);
+  times.end("backward");
   return loss;
 }
 
@@ -231,7 +234,7 @@ int64_t Trainer::State::first_micro_step() {
   return 0;
 }
 
-bool Trainer::State::stops_between_micro_steps(const std::vector<double>& totals) {
+bool Trainer::State::stops_between_micro_steps(const std::function<std::vector<double>()>& totals) {
   const bool saves =
       config.checkpoint.save_accumulation && config.checkpoint.save_every_minutes > 0;
   fault.strike("accumulation", current_step + 1);
@@ -243,7 +246,7 @@ bool Trainer::State::stops_between_micro_steps(const std::vector<double>& totals
     due = due || flags[1] != 0;
   }
   if (due && !stops) {
-    keep_micro_steps(totals);
+    keep_micro_steps(totals());
     save();
   }
   return stops;

@@ -24,6 +24,7 @@
 #include "mtraining/train/host_layers.h"
 #include "mtraining/train/job.h"
 #include "mtraining/train/loss.h"
+#include "mtraining/train/part_times.h"
 #include "mtraining/train/run_state.h"
 #include "mtraining/train/stop_poll.h"
 #include "mtraining/train/tensor_memory.h"
@@ -66,6 +67,7 @@ struct Trainer::State {
   std::function<void(int64_t)> on_saved;
   std::chrono::steady_clock::time_point saved_at = std::chrono::steady_clock::now();
   trace::SpanRecorder recorder;
+  PartTimes times;  // of the step under way
   bool recording = false;
   bool keeps_indices = false;  // else last_indices stays empty: a step's are gigabytes
   std::vector<std::vector<std::shared_ptr<const index::Index>>> last_indices;
@@ -91,9 +93,6 @@ struct Trainer::State {
   const LayerPatterns& patterns_of_step(int64_t step) const {
     return step < config.attention.dense_steps ? dense_patterns : patterns;
   }
-  void span(const char* name, const char* row, int64_t begin_us, int64_t step, int64_t layer = -1) {
-    if (recording) recorder.add({name, row, begin_us, trace::now_us(), step + 1, layer});
-  }
   model::PartObserver part_observer(int64_t step);
   model::RunLayer run_layer(const AttendRequest& request, int64_t step);
   SummedLoss forward(const data::Batch& batch, AttendRequest request, int64_t step);
@@ -105,7 +104,7 @@ struct Trainer::State {
   /// Zero gradients, or those that a checkpoint kept, and the micro-step that comes next.
   int64_t first_micro_step();
   /// Before a micro-step: a step of many can take minutes. `stop` is given to all ranks or none.
-  bool stops_between_micro_steps(const std::vector<double>& totals);
+  bool stops_between_micro_steps(const std::function<std::vector<double>()>& totals);
   data::Batch valid_batch(int64_t b) const;
 
   /// Collective: adds to `m` what the ranks measured; they agree whether to stop and to save after the step.
