@@ -133,10 +133,10 @@ std::vector<ProblemOptions> problems() {
                           .choice = choice,
                           .seed = static_cast<uint64_t>(n)};
   };
-  return {make(1, 1500, 4, 2, 64, kOne, kSparse),
-          make(1, 1030, 2, 1, 128, kOne, kSparse),
-          make(2, 700, 4, 1, 64, kMidBlock, kSparse),
-          make(1, 900, 2, 2, 128, kOne, kDense),
+  return {make(1, 1100, 4, 2, 64, kOne, kSparse),
+          make(1, 830, 2, 1, 128, kOne, kSparse),
+          make(2, 500, 4, 1, 64, kMidBlock, kSparse),
+          make(1, 700, 2, 2, 128, kOne, kDense),
           make(1, 640, 4, 2, 64, kOnBlock, kFew),
           make(1, 300, 3, 1, 64, kOne, kEmpty),
           make(1, 500, 2, 1, 128, kEveryToken, kMany, Precision::kFloat16),
@@ -144,13 +144,14 @@ std::vector<ProblemOptions> problems() {
 }
 
 TEST(RingOnGpu, EqualsTheOracleOverEveryRing) {
-  // Every shape with every problem once; what else there is goes round.
+  // Every problem with every second shape; what else there is goes round.
   const std::vector<ProblemOptions> all = problems();
   size_t turn = 0;
   for (const ProblemOptions& problem_options : all) {
     const RingProblem problem(problem_options);
     for (const Shape& shape : kShapes) {
-      const Placement& placement = kPlacements[turn % kPlacements.size()];
+      if (++turn % 2 == 0) continue;
+      const Placement& placement = kPlacements[turn / 2 % kPlacements.size()];
       const Columns& columns = kColumns[turn % kColumns.size()];
       RingOptions options = ring_options(shape.nodes, shape.ranks_per_node, placement.kind,
                                          placement.stripe, problem_options.seq_len);
@@ -160,9 +161,8 @@ TEST(RingOnGpu, EqualsTheOracleOverEveryRing) {
       options.columns = columns.mode;
       options.max_column_rows_per_rank = columns.max_rows;
       options.prefetch_steps = static_cast<int>(1 + turn % 5 % 3);
-      options.launch_shards = static_cast<int>(turn % 4);  // 0: chosen
-      options.deterministic = turn % 2 == 0;
-      ++turn;
+      options.launch_shards = static_cast<int>(turn / 2 % 5 % 4);  // 0: chosen
+      options.deterministic = turn / 2 % 2 == 0;
       SCOPED_TRACE(to_string(problem_options) + ", " + testing::to_string(options));
       EXPECT_EQ(compare_with_truth(run_ring_on_gpu(problem, options), problem).fault, "");
     }
@@ -213,7 +213,7 @@ TEST(RingOnGpu, AStaleOrSwappedShardWouldShow) {
 
 TEST(RingOnGpu, RepeatsAreTheSameBits) {
   const RingProblem problem({.batch = 1,
-                             .seq_len = 2300,
+                             .seq_len = 1200,
                              .num_q_heads = 4,
                              .num_kv_heads = 2,
                              .precision = Precision::kBFloat16});
@@ -221,7 +221,7 @@ TEST(RingOnGpu, RepeatsAreTheSameBits) {
                              Shape{2, 4, kHierarchical, ring::InnerKind::kRing}}) {
     for (const ColumnMode columns : {ColumnMode::kOnce, ColumnMode::kPerStep}) {
       RingOptions options =
-          ring_options(shape.nodes, shape.ranks_per_node, LayoutKind::kBlockStriped, 128, 2300);
+          ring_options(shape.nodes, shape.ranks_per_node, LayoutKind::kBlockStriped, 128, 1200);
       options.ring = shape.ring;
       options.inner = shape.inner;
       options.columns = columns;
@@ -235,7 +235,7 @@ TEST(RingOnGpu, RepeatsAreTheSameBits) {
 
 TEST(RingOnGpu, ListsThatTheDeviceMakesAreThoseOfTheHost) {
   // One choice, attended by what the device made of it, and again by what the host makes of its copy: the same bits.
-  const RingProblem problem({.batch = 2, .seq_len = 1900, .precision = Precision::kBFloat16});
+  const RingProblem problem({.batch = 2, .seq_len = 900, .precision = Precision::kBFloat16});
   for (const Shape& shape : {Shape{1, 1, kFlat}, Shape{1, 3, kFlat}, Shape{2, 2, kHierarchical}}) {
     for (const Placement& placement : kPlacements) {
       for (const std::optional<int64_t> max_columns : {std::optional<int64_t>(), {200}, {0}}) {
@@ -279,7 +279,7 @@ TEST(RingOnGpu, ListsThatTheDeviceMakesAreThoseOfTheHost) {
 
 TEST(RingOnGpu, DenseAloneIsTorchsAndIsTheOracle) {
   for (const bool deterministic : {true, false}) {
-    for (const int64_t seq_len : {700, 1024}) {
+    for (const int64_t seq_len : {300, 512}) {
       for (const int64_t head_dim : {64, 128}) {
         const RingProblem problem({.batch = 2,
                                    .seq_len = seq_len,
