@@ -3,6 +3,7 @@
 #include <ATen/Parallel.h>
 
 #include <CLI/CLI.hpp>
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <iostream>
@@ -69,7 +70,12 @@ void generate(const Options& o) {
   MT_CHECK_ARG(longest + o.max_new_tokens <= hf.max_position_embeddings, o.input,
                ": expected at most max_position_embeddings - --max-new-tokens = ",
                hf.max_position_embeddings - o.max_new_tokens, " ids a line, got ", longest);
-  const WeightsRun run = configure_weights(weights, o.input, o.attention, longest, o.set);
+  std::vector<std::string> set = o.set;
+  const bool placed = std::any_of(set.begin(), set.end(), [](const std::string& text) {
+    return text.starts_with("train.device=");
+  });
+  if (!placed) set.emplace_back("train.device=cpu");  // a row of work a token: nothing for a GPU
+  const WeightsRun run = configure_weights(weights, o.input, o.attention, longest, set);
   set_num_threads(o.threads);
   at::set_num_threads(o.threads);
   train::enter_device(run.resolved.device);
@@ -90,7 +96,7 @@ int run_generate(int argc, char** argv) {
       "of FILE is {\"ids\": [1, 2, 3]}, a line of "
       "the output the same with \"output\". The prompt is read with the pattern, new tokens attend "
       "to all before them. "
-      "python -m mtraining.generate takes text.\n\n"
+      "On the CPU unless --set train.device=cuda. python -m mtraining.generate takes text.\n\n"
       "Examples:\n"
       "  mtraining generate --checkpoint runs/quickstart --input prompts.jsonl\n"
       "  mtraining generate --checkpoint models/base --input prompts.jsonl --attention "
