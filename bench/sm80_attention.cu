@@ -1,6 +1,6 @@
 // Speed of the sm_80 forward and backward on a fixed vertical-slash pattern: one JSON line a case and pass.
 //
-// sm80_attention PATTERN.json CASE...      CASE: one | csr | no_columns | rank8 | rank8_64 | dense:SEQ_LEN, as in sm90_forward.cu
+// sm80_attention PATTERN.json [--heads Q/KV] [--head-dim D] CASE...      CASE: one | csr | no_columns | rank8 | rank8_64 | dense:SEQ_LEN, as in sm90_forward.cu
 // Passes: forward (error: 40 sampled rows of out against float64, relative to the row's norm); backward, backward_deterministic
 // (error: norm of the difference of dq, dk, dv between the two, relative, the largest); delta's time on the backward's line.
 // FLOPs are 4 D and 10 D a pair in both modes; blocks of chosen diagonals count whole, columns as their pairs outside those.
@@ -213,7 +213,8 @@ void run_case(const Pattern& pattern, const std::string& name) {
 int main(int argc, char** argv) {
   try {
     const Pattern pattern = read_pattern(argc > 1 ? argv[1] : "");
-    for (int a = 2; a < argc; ++a) run_case(pattern, argv[a]);
+    for (int a = 2; a < argc; ++a)
+      if (!take_option(argc, argv, a)) run_case(pattern, argv[a]);
   } catch (const std::exception& error) {
     std::fprintf(stderr, "sm80_attention: error: %s\n", error.what());
     return 1;
