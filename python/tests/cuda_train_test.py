@@ -231,6 +231,45 @@ def test_memory_does_not_grow_with_steps(runs, flags):
     assert steps[4]["peak_memory_bytes"] >= steps[4]["peak_tensor_bytes"]
 
 
+WIDE = {
+    "train.seq_len": "32768",
+    "train.steps": "2",
+    "train.loss_chunk": "4096",
+    "train.mlp_tile": "4096",
+    "data.valid": "[]",
+    "model.hidden_size": "1024",
+    "model.intermediate_size": "2816",
+    "model.num_attention_heads": "8",
+    "model.head_dim": "128",
+    "attention.pattern": "fixed",
+    "attention.stripe": "128",
+}
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"train.recompute": "except_attention", "train.offload_layers": "3"},
+        {"train.recompute": "layer", "parallel.offload_optimizer": "true"},
+        {"train.recompute": "layer", "train.recompute_span": "2", "optim.grad_dtype": "bf16"},
+    ],
+)
+def test_a_steps_memory_is_the_plans(runs, more):
+    pattern = runs.folder / "pattern.json"
+    head = {"offset_ranges": [[0, 512], [9000, 9256]], "columns": list(range(0, 20000, 77))}
+    pattern.write_text(json.dumps({"name": "few", "seq_len": 32768, "heads": [head] * 8}))
+    keys = {**WIDE, "attention.pattern_file": str(pattern), **more}
+    flags = [f"--{key}={value}" for key, value in keys.items()]
+    peak = max(row["peak_tensor_bytes"] for row in runs.rows(*CUDA, *flags))
+    command = [str(runs.binary), "plan", "--config", str(runs.config), "--topology", "1x1"]
+    for key, value in keys.items():
+        command += ["--set", f"{key}={value}"]
+    result = subprocess.run([*command, "--json"], capture_output=True, text=True, check=True)
+    plan = json.loads(result.stdout)["plan"]
+    assert plan["device_bytes"] == pytest.approx(peak, rel=0.1), plan["memory"]
+
+
 def test_accumulation_and_bf16_gradients(runs):
     whole = runs.losses(*CUDA, "--train.global_batch_size", "2", "--train.micro_batch_size", "2")
     parts = runs.losses(*CUDA, "--train.global_batch_size", "2")
