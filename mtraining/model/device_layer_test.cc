@@ -75,8 +75,8 @@ struct ModelRun {
 };
 enum class How { kPlain, kTiled };
 
-ModelRun run(const DecoderConfig& config, at::Device device, at::ScalarType dtype, bool own_positions,
-        How how = How::kPlain) {
+ModelRun run(const DecoderConfig& config, at::Device device, at::ScalarType dtype,
+             bool own_positions, How how = How::kPlain) {
   DecoderConfig as = config;
   as.dtype = dtype;
   const Decoder decoder(as, parameters_of(config, device, dtype), how == How::kPlain ? 0 : 16);
