@@ -65,7 +65,7 @@ struct RingContext::State {
   double clock_us = 0;
   Buffers buffers;
   std::shared_ptr<DeviceLists> estimated;  ///< beside a given pattern, the last one
-  ListUploads uploads;  ///< of block_starts
+  ListUploads uploads;                     ///< of block_starts
   std::vector<int32_t>
       block_owners;  ///< [blocks, 2] rank and local block of each; empty where the layout has no blocks
   std::vector<int32_t>
