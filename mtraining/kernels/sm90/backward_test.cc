@@ -253,9 +253,10 @@ Gradients run_case(const Case& c) {
                             const std::vector<double>& right, const std::vector<double>& low) {
       const std::string title = concat(c.name, deterministic ? ", deterministic, " : ", ", name);
       const testing::Verdict verdict = testing::compare(title, values, right, low, D, precision);
-      if (!verdict.ok && std::isfinite(verdict.worst)) {
-        // Where keys are large and one has nearly all of a row's weight, delta's rounding is not cancelled, and a plain computation
-        // itself is beyond the comparator's cap. There: no worse than plain, in the worst row and over all rows.
+      // Where keys are large and one has nearly all of a row's weight, delta's rounding is not cancelled, and a plain computation itself
+      // is beyond the comparator's cap. There: no worse than plain, in the worst row and over all rows. Nowhere else.
+      const bool beyond_plain = c.outlier_channel > 0 || c.cp_size > 32;
+      if (beyond_plain && !verdict.ok && std::isfinite(verdict.worst)) {
         const testing::Verdict of_low = testing::compare(title, low, right, {}, D, precision);
         EXPECT_GT(2 * of_low.worst, verdict.allowed) << verdict.text;
         EXPECT_LE(verdict.worst, 1.1 * of_low.worst) << verdict.text;
