@@ -82,6 +82,14 @@ TEST(Dispatch, WhatHoppersTensorCopiesCannotReadGoesToTheOlderKernels) {
               tile ? Backend::kSm90 : Backend::kSm80)
         << head_dim;
   }
+  for (const int64_t head_dim : {96, 256}) {
+    EXPECT_EQ(backend([&](Request& r) {
+                r.direction = Direction::kBackward;
+                r.head_dim = head_dim;
+              }),
+              Backend::kSm80)
+        << head_dim;
+  }
   for (const int capability : {80, 86, 89, 100, 120}) {
     const DeviceKind device{
         .cuda = true, .major = capability / 10, .minor = capability % 10, .num_sms = 100};
