@@ -16,6 +16,10 @@ constexpr int64_t kStateBytes = 4;  // out, lse, gradients of attention; masters
 /// Gradients that travel together, and how many such buckets are under way.
 constexpr int64_t kBucketBytes = int64_t{32} << 20;
 constexpr int64_t kBucketsUnderWay = 2;
+/// Of attention's result in the type of the state at a time (attention/ring_attention.cc).
+constexpr int64_t kHeldBytes = int64_t{256} << 20;
+/// Of a GPU's matrix library, for the thread of forward and that of backward.
+constexpr int64_t kMatrixWorkspaceBytes = 2 * (int64_t{32} << 20);
 /// Tokens of a run of a GPU's MLP without tiles (model/device_layer.h).
 constexpr int64_t kMlpRunOnGpu = 32768;
 
@@ -167,11 +171,12 @@ int64_t working_bytes(const DecoderSizes& m, const RunShape& run) {
     kept_already = kept_layer_bytes(m, run) - input;
   int64_t bytes = again - kept_already + (run.recompute_span - 1) * input;
   if (run.recompute != RecomputeMode::kNone) bytes -= input;
-  bytes +=
-      2 * input +
-      std::max(attended, mlp);  // gradients of the layer's output and of the sum after attention
-  if (tile < n) bytes += 3 * m.hidden_size * m.intermediate_size * kStateBytes;
-  return bytes;
+  bytes += 2 * input;  // gradients of the layer's output and of the sum after attention
+  // In the MLP a tile, then the gradient of attention's result. In attention, when two of the MLP's activations have gone, that
+  // gradient and attention's result in the state's type, twice, some heads at a time.
+  const int64_t sums = tile < n ? 3 * m.hidden_size * m.intermediate_size * kStateBytes : 0;
+  const int64_t held = std::min(attended / run.element_bytes * kStateBytes, kHeldBytes);
+  return bytes + std::max(std::max(attended, mlp) + sums, attended + 2 * held - 2 * input);
 }
 
 }  // namespace
@@ -201,8 +206,10 @@ std::vector<MemoryItem> memory_plan(const DecoderSizes& m, const RunShape& run) 
                                              2 * rows * m.head_dim * kStateBytes});
   }
   // Ids, labels, positions; the rotary tables, with temporaries of theirs.
-  if (run.on_gpu)
+  if (run.on_gpu) {
     items.push_back({"tokens and rotary tables", n * (24 + m.head_dim * kStateBytes)});
+    items.push_back({"workspace of products", kMatrixWorkspaceBytes});
+  }
   const int64_t chunk = std::min(run.loss_chunk, n) * m.vocab_size * kStateBytes;
   const bool copied = is_low_precision(run) && !run.on_gpu;
   const std::vector<MemoryItem> of_loss = {

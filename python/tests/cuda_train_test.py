@@ -309,9 +309,15 @@ TWO = (*CUDA, "--nproc", "2")
     ],
 )
 def test_two_gpus_have_the_losses_of_one(runs, flags):
-    """One sequence over both, over NCCL."""
-    two, one = runs.losses(*TWO, *flags), runs.losses(*CUDA)
-    np.testing.assert_allclose(two, one, rtol=1e-3)
+    """One sequence over both, over NCCL; beside one GPU whose optimizer lives in the same place."""
+    optimizer = [
+        flag
+        for pair in zip(flags[::2], flags[1::2], strict=True)
+        for flag in pair
+        if pair[0].startswith("--parallel")
+    ]
+    two, one = runs.losses(*TWO, *flags), runs.losses(*CUDA, *optimizer)
+    np.testing.assert_allclose(two, one, rtol=2e-3)
 
 
 @pytest.mark.multi_gpu
