@@ -193,8 +193,15 @@ class World {
     for (size_t p = 0; p < sender.send.size(); ++p)
       copies.push_back({sender.send[p].data, receiver.recv[p].data, sender.send[p].bytes});
     const Mark after[] = {sender.ready, receiver.ready};
-    half->moved = peer->moved =
-        group.memory->copy({group.number, receiver.job_rank}, after, sender.job_rank, copies);
+    try {
+      half->moved = peer->moved =
+          group.memory->copy({group.number, receiver.job_rank}, after, sender.job_rank, copies);
+    } catch (...) {
+      lock.lock();
+      half->progress = peer->progress = Progress::kCancelled;
+      wake_[peer->job_rank].notify_all();
+      throw;
+    }
     lock.lock();
     half->progress = peer->progress = Progress::kDone;
     wake_[peer->job_rank].notify_all();
@@ -229,10 +236,18 @@ class World {
     group.collectives.erase(call.sequence);
     collective->progress = Progress::kMoving;
     lock.unlock();
-    run_collective(group, *collective);
-    lock.lock();
-    collective->progress = Progress::kDone;
-    for (int member : group.members) wake_[member].notify_all();
+    const auto end_with = [&](Progress progress) {
+      lock.lock();
+      collective->progress = progress;
+      for (int member : group.members) wake_[member].notify_all();
+    };
+    try {
+      run_collective(group, *collective);
+    } catch (...) {
+      end_with(Progress::kCancelled);
+      throw;
+    }
+    end_with(Progress::kDone);
     return collective;
   }
 

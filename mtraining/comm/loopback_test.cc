@@ -7,6 +7,8 @@
 #include <mutex>
 #include <thread>
 
+#include "mtraining/base/check.h"
+#include "mtraining/comm/loopback_memory.h"
 #include "mtraining/comm/reduce.h"
 #include "mtraining/comm/transport_laws.h"
 
@@ -240,6 +242,48 @@ TEST(Loopback, NothingIsBuffered) {
       EXPECT_EQ(got[0], 2);
     }
   });
+}
+
+/// A device that refuses every transfer.
+class BrokenMemory : public LoopbackMemory {
+ public:
+  Mark mark() override { return {}; }
+  void await(const Mark& /*mark*/) override {}
+  Mark copy(const Line& /*line*/, std::span<const Mark> /*after*/, int /*from*/,
+            std::span<const Copy> /*copies*/) override {
+    throw ExternalError("the device broke");
+  }
+  Mark reduce(const Line& /*line*/, std::span<const Mark> /*after*/,
+              std::span<const int> /*senders*/, ElementType /*type*/, ReduceOp /*op*/,
+              int64_t /*count*/, std::span<const void* const> /*sources*/,
+              std::span<void* const> /*destinations*/) override {
+    throw ExternalError("the device broke");
+  }
+};
+
+TEST(Loopback, ADeviceThatRefusesATransferEndsAllRanks) {
+  for (const bool collective : {false, true}) {
+    SCOPED_TRACE(collective);
+    BrokenMemory broken;
+    const auto start = steady_clock::now();
+    const std::string text = error_of([&] {
+      run_loopback_over(
+          &broken, 3,
+          [&](Transport& transport) {
+            CommunicatorPtr group = transport.open("kv", all_ranks(transport));
+            std::vector<float> mine(8), got(8);
+            const int next = (transport.rank() + 1) % 3, last = (transport.rank() + 2) % 3;
+            WorkPtr work =
+                collective
+                    ? group->all_reduce(bytes_of(mine), ElementType::kFloat32, ReduceOp::kSum)
+                    : group->exchange(next, {bytes_of(std::as_const(mine))}, last, {bytes_of(got)});
+            work->wait();
+          },
+          std::chrono::seconds(30));
+    });
+    EXPECT_NE(text.find("the device broke"), std::string::npos) << text;
+    EXPECT_LT(seconds_since(start), 5);
+  }
 }
 
 TEST(Reduce, BFloat16IsRoundedOnceAtTheEnd) {
