@@ -21,9 +21,8 @@ bool has_gpu() {
   return cudaGetDeviceCount(&count) == cudaSuccess && count > 0;
 }
 
-/// Peaked like attention's; all equal; few values; zeros; small ones that no budget reaches, just below and above the edge of a bin;
-/// all in one bin but different.
-int64_t mass_of(int kind, int64_t i, double u) {
+/// Peaked like attention's; all equal; few values; zeros; just below and above the edge of a bin; all in one bin but different.
+int64_t mass_of(int kind, double u) {
   switch (kind % 6) {
     case 0:
       return static_cast<int64_t>(std::exp2(40 * u * u * u));
@@ -34,8 +33,7 @@ int64_t mass_of(int kind, int64_t i, double u) {
     case 3:
       return 0;
     case 4:
-      return i % 97 == 5 ? (int64_t{1} << 38) + i
-                         : (int64_t{1} << 30) - 2 + static_cast<int64_t>(4 * u);
+      return (int64_t{1} << 30) - 2 + static_cast<int64_t>(4 * u);
     default:
       return (int64_t{1} << 40) + static_cast<int64_t>(u * 1e9);
   }
@@ -79,11 +77,17 @@ TEST(Choose, EqualsTheStepsOneByOne) {
       std::vector<int64_t> by_key, by_diagonal, totals(choices, 0);
       for (int64_t c = 0; c < choices; ++c) {
         for (int64_t j = 0; j < seq_len; ++j) {
-          by_key.push_back(mass_of(static_cast<int>(c + shared), j, random.uniform()));
+          by_key.push_back(mass_of(static_cast<int>(c + shared), random.uniform()));
           totals[c] += by_key.back();
         }
+        if ((c + shared) % 6 ==
+            4) {  // one key holds .3, the others .7 of the mean: many of them are needed
+          totals[c] -= by_key[c * seq_len];
+          by_key[c * seq_len] = totals[c] / 7 * 3;
+          totals[c] += by_key[c * seq_len];
+        }
         for (int64_t d = 0; d <= num_blocks; ++d)
-          by_diagonal.push_back(mass_of(static_cast<int>(c + 2 * shared), d, random.uniform()));
+          by_diagonal.push_back(mass_of(static_cast<int>(c + 2 * shared), random.uniform()));
       }
       const DeviceMemory key_masses(by_key), diagonal_masses(by_diagonal), sums(totals);
       int variant = 0;

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <numeric>
 #include <string>
 #include <vector>
 
@@ -43,6 +44,8 @@ struct Case {
 struct Masses {
   std::vector<int64_t> columns, diagonals, offsets;  // columns by position, [choices, N]
   std::vector<int64_t> covered, row_sum;             // [B, H, R]
+  // Of a call that wants no offsets: other kernels on Hopper.
+  std::vector<int64_t> lone_columns, lone_diagonals, totals;
 };
 
 /// What the masks of the covered test hold: every third diagonal, every seventh key.
@@ -219,6 +222,9 @@ class Runner {
     made.columns.assign(choices() * c_.seq_len, 0);
     made.diagonals.assign(choices() * (num_blocks() + 1), 0);
     made.offsets.assign(choices() * c_.seq_len, 0);
+    made.lone_columns = made.columns;
+    made.lone_diagonals = made.diagonals;
+    made.totals.assign(choices(), 0);
     made.covered.assign(outputs, 0);
     const int64_t words = (num_blocks() + 63) / 64, column_words = (c_.seq_len + 31) / 32;
     std::vector<uint64_t> bits(c_.batch * c_.heads * words, 0);
@@ -244,21 +250,35 @@ class Runner {
                      .columns = by_column.get<int64_t>(),
                      .diagonals = diagonals.get<int64_t>(),
                      .offsets = offsets.get<int64_t>()});
+      const DeviceMemory lone_columns(by_column.bytes()), lone_diagonals(diagonals.bytes()),
+          totals(choices() * 8);
+      window_masses(p, row_max.get<float>(), row_sum.get<int64_t>(),
+                    {.heads_per_choice = c_.shared,
+                     .consecutive_rows = !c_.strided,
+                     .columns = lone_columns.get<int64_t>(),
+                     .diagonals = lone_diagonals.get<int64_t>(),
+                     .totals = totals.get<int64_t>()});
       window_covered(p, row_max.get<float>(), row_sum.get<int64_t>(), device_bits.get<uint64_t>(),
                      words, device_columns.get<uint32_t>(), column_words, covered.get<int64_t>());
       sm90::check_device(cudaDeviceSynchronize(), "masses");
       add(made.diagonals, diagonals);
+      add(made.lone_diagonals, lone_diagonals);
+      add(made.totals, totals);
       add(made.offsets, offsets);
       add(made.covered, covered);
-      const std::vector<int64_t> own = by_column.read<int64_t>();
       const std::vector<int64_t> positions = layout_.positions(rank);
-      for (int64_t row = 0; row < choices(); ++row)
-        for (int64_t t = 0; t < p.num_keys; ++t) {
-          if (positions[t] < c_.seq_len)
-            made.columns[row * c_.seq_len + positions[t]] += own[row * p.num_keys + t];
-          else
-            EXPECT_EQ(own[row * p.num_keys + t], 0);
-        }
+      const auto add_columns = [&](std::vector<int64_t>& to, const DeviceMemory& from) {
+        const std::vector<int64_t> own = from.read<int64_t>();
+        for (int64_t row = 0; row < choices(); ++row)
+          for (int64_t t = 0; t < p.num_keys; ++t) {
+            if (positions[t] < c_.seq_len)
+              to[row * c_.seq_len + positions[t]] += own[row * p.num_keys + t];
+            else
+              EXPECT_EQ(own[row * p.num_keys + t], 0);
+          }
+      };
+      add_columns(made.columns, by_column);
+      add_columns(made.lone_columns, lone_columns);
     });
     return made;
   }
@@ -335,6 +355,12 @@ TEST(WindowOnDevice, MassesAreTheHostsToATolerance) {
     expect_close("row_sum", got.row_sum, want.row_sum, 0x1p40);
     expect_close("columns", got.columns, want.columns, 0x1p40);
     expect_close("diagonals", got.diagonals, want.diagonals, 0x1p46);
+    expect_close("columns, no offsets", got.lone_columns, want.columns, 0x1p40);
+    expect_close("diagonals, no offsets", got.lone_diagonals, want.diagonals, 0x1p46);
+    for (int64_t row = 0; row < runner.choices(); ++row) {
+      const auto first = got.lone_columns.begin() + row * c.seq_len;
+      EXPECT_EQ(got.totals[row], std::accumulate(first, first + c.seq_len, int64_t{0}));
+    }
     expect_close("offsets", got.offsets, want.offsets, 0x1p40);
     expect_close("covered", got.covered, want.covered, 0x1p40);
   }
@@ -354,6 +380,9 @@ TEST(WindowOnDevice, DoesNotDependOnRanksAndLayout) {
         EXPECT_EQ(one.row_sum, many.row_sum);
         EXPECT_EQ(one.columns, many.columns);
         EXPECT_EQ(one.diagonals, many.diagonals);
+        EXPECT_EQ(one.lone_columns, many.lone_columns);
+        EXPECT_EQ(one.lone_diagonals, many.lone_diagonals);
+        EXPECT_EQ(one.totals, many.totals);
         EXPECT_EQ(one.covered, many.covered);
       }
     }
