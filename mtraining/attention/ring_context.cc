@@ -308,7 +308,13 @@ int RingContext::cp_rank() const { return state_->cp_rank; }
 int RingContext::cp_size() const { return state_->layout.cp_size(); }
 comm::Communicator& RingContext::index_group() { return *state_->index_group; }
 void RingContext::set_observer(StepObserver observer) {
-  finish_observing();
+  if (observer) {
+    finish_observing();
+  } else {
+    // Called by destructors, after errors too: a device that failed, or whose stream waits for a rank that is gone, must not be
+    // waited for.
+    state_->unreported.clear();
+  }
   state_->observer = std::move(observer);
 }
 void RingContext::finish_observing() { state_->report_stretches(/*wait=*/true); }
