@@ -204,6 +204,8 @@ comm::C10dOptions transport_options(const topology::LaunchEnvironment& launch,
 struct Connections {
   std::unique_ptr<Meeting> meeting;  ///< under another launcher than --nproc, until the first step
   std::unique_ptr<comm::Transport> transport;
+  /// Here, so that a failure reaches the peers before the trainer's groups go: they may wait for work that never ends.
+  std::optional<train::Trainer> trainer;
 };
 
 void connect(const train::RunConfig& config, const topology::LaunchEnvironment& launch,
@@ -311,7 +313,8 @@ int train_here(train::RunConfig config, const train::ResolvedRun& resolved,
   if (!resolved.device.is_cpu()) notices.push_back(concat("trains on ", resolved.device));
   begins_after(start.steps_done, start.kind == StartKind::kResume, resume == "auto");
   config.text = to_toml(config);
-  train::Trainer trainer(config, resolved, *connections.transport, start.checkpoint);
+  train::Trainer& trainer =
+      connections.trainer.emplace(config, resolved, *connections.transport, start.checkpoint);
   if (folder) folder->write("config.toml", to_toml(config));
   train::TrainObserver observer;
   std::optional<Progress> progress;
