@@ -4,7 +4,7 @@
 // Next: index_plan.cc hands them out; autograd.cc keeps the host's index for backward and metrics.
 //
 // Nothing is asked of the device but how many columns the longest list has, once: room for lists, and for copies of columns, depends on
-// it. Nothing is waited for where max_columns bounds it.
+// it. One rank waits for nothing where max_columns bounds it; several, with columns = "once", wait for the counts of their union.
 #pragma once
 
 #include <ATen/core/Tensor.h>

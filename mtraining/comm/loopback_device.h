@@ -3,7 +3,8 @@
 // In:   a number of ranks, one function, the stream that each thread works on, how fast links are.
 // Out:  that function ran once per rank, each with a Transport over device memory. Next: attention's tests, bench/.
 //
-// The laws are those of loopback.h. A call is matched between threads; its bytes are then moved by copies (sums: a kernel, in rank
+// torch runs the backward of all threads of a GPU on one thread: here a backward that waits for other ranks is called directly, not through
+// torch::autograd. The laws are those of loopback.h. A call is matched between threads; its bytes are then moved by copies (sums: a kernel, in rank
 // order) on a stream of their own, one a communicator and receiving rank, ordered by events: after what sender and receiver had
 // enqueued when they called. Work::wait() waits until the peers have called, then lets the thread's stream wait: never for the device.
 // A link with a rate is held as long as its bytes would take: transfers that leave one rank over one kind of link follow one another.
