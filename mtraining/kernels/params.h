@@ -3,7 +3,8 @@
 //
 // In:   q, a list of key sources (arrived shards, or gathered columns), per source block lists and
 //       column lists, positions, float32 state (out, lse) or gradients to accumulate into.
-// Out:  the state after merging all sources; gradients added to the given buffers.
+// Out:  the state after merging all sources, or the result in dtype; gradients added to the given
+//       buffers.
 // Next: attention/ builds these; kernels/ref, sm80, sm90 run them.
 //
 // A pair (query i, key j) of head h is computed iff
@@ -120,9 +121,19 @@ struct AttentionParams {
 };
 
 struct ForwardParams : AttentionParams {
-  View out;             // [B, num_queries, H, D] state dtype
+  View out;             // [B, num_queries, H, D] state dtype; see rounded
   void* lse = nullptr;  // [B, H, num_queries] state dtype, contiguous
   bool first = true;    // true: state is written; false: read, merged with, written
+  // Where given, this launch is the last of these rows: the result goes here, in dtype, and what
+  // `out` holds afterwards means nothing. `out` may be null then, unless needs_out() (launch.h).
+  View rounded;   // [B, num_queries, H, D] dtype
+  View residual;  // as rounded: what rounding lost, in dtype; null: not wanted
+};
+
+/// out as its last forward launch left it: rounded + residual, in dtype.
+struct RoundedOut {
+  ConstView rounded;   // [B, num_queries, H, D]
+  ConstView residual;  // the same; null: zeros
 };
 
 struct BackwardParams : AttentionParams {
@@ -131,6 +142,9 @@ struct BackwardParams : AttentionParams {
   // [B, H, num_queries] state dtype: rowsum(dout * out); 0 on empty rows
   const void* delta = nullptr;
   View dq;  // [B, num_queries, H, D] state dtype, accumulated into (+=)
+  // Where given, this is the only launch of these rows: dq goes here, in dtype, and `dq` may be null.
+  // For back ends that sum dq in one go: rounds_dq() (launch.h); others refuse it.
+  View dq_rounded;  // [B, num_queries, H, D] dtype
   bool deterministic = true;
 };
 
