@@ -1,6 +1,7 @@
 #include "mtraining/optim/flat_parameters.h"
 
 #include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
 
 #include <algorithm>
 
