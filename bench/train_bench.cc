@@ -77,26 +77,30 @@ Arm run_arm(const TrainBenchOptions& options, const train::RunConfig& config,
   arm.config = config;
   arm.parts.resize(static_cast<size_t>(world));
   const int threads = std::max(1, num_threads() / world);
-  comm::run_loopback(
-      world,
-      [&](comm::Transport& transport) {
-        at::set_num_threads(threads);
-        const ThreadCountScope scope(threads);
-        train::Trainer trainer(config, resolved, transport);
-        for (int64_t step = 0; step < all_steps; ++step) {
-          const trace::StepMetrics metrics = trainer.step(step);
-          if (transport.rank() == 0 && step >= options.warm_up) arm.steps.push_back(metrics);
-        }
-        for (const trace::Span& span : trainer.spans()) {
-          const double ms = static_cast<double>(span.end_us - span.begin_us) * 1e-3;
-          arm.parts[transport.rank()][span.row + ": " + span.name] += ms;
-          if (transport.rank() == 0 && span.name == "train_step") arm.step_ms.push_back(ms);
-        }
-        if (transport.rank() == 0) arm.phases = step_phases(trainer.spans(), options.steps);
-        if (options.kernels)
-          arm.kernels = kernels_of(resolved.device, [&] { trainer.step(all_steps); });
-      },
-      std::chrono::minutes(30));
+  const auto rank_of = [&](comm::Transport& transport) {
+    at::set_num_threads(threads);
+    const ThreadCountScope scope(threads);
+    train::Trainer trainer(config, resolved, transport);
+    for (int64_t step = 0; step < all_steps; ++step) {
+      const trace::StepMetrics metrics = trainer.step(step);
+      if (transport.rank() == 0 && step >= options.warm_up) arm.steps.push_back(metrics);
+    }
+    for (const trace::Span& span : trainer.spans()) {
+      const double ms = static_cast<double>(span.end_us - span.begin_us) * 1e-3;
+      arm.parts[transport.rank()][span.row + ": " + span.name] += ms;
+      if (transport.rank() == 0 && span.name == "train_step") arm.step_ms.push_back(ms);
+    }
+    if (transport.rank() == 0) arm.phases = step_phases(trainer.spans(), options.steps);
+    if (options.kernels)
+      arm.kernels = kernels_of(resolved.device, [&] { trainer.step(all_steps); });
+  };
+  if (options.job != nullptr) {
+    rank_of(*options.job);
+    if (options.job->rank() != 0) return arm;
+    arm.parts.resize(1);
+  } else {
+    comm::run_loopback(world, rank_of, std::chrono::minutes(30));
+  }
   // The host sees a step's end before a GPU reaches it.
   if (resolved.device.is_cpu()) {
     arm.step_ms.clear();
@@ -270,10 +274,12 @@ std::vector<std::string> bench_train(const TrainBenchOptions& options, const Pro
   MT_CHECK_ARG(world <= 64, "--ranks: expected at most 64, got ", world);
   train::RunConfig config = options.config;
   const bool on_gpu = config.train.device == train::DeviceKind::kCuda;
-  MT_CHECK_ARG(!on_gpu || world == 1,
-               "--ranks: expected 1 with train.device = \"cuda\" (ranks of a job have a GPU each: "
-               "mtraining train), got ",
-               world);
+  MT_CHECK_ARG(
+      !on_gpu || world == 1 || options.job != nullptr,
+      "--ranks: expected 1 with train.device = \"cuda\" (--nproc: processes with a GPU each), "
+      "got ",
+      world);
+  const bool reports = options.job == nullptr || options.job->rank() == 0;
   MT_CHECK_ARG(on_gpu || !options.kernels, "--kernels: expected train.device = \"cuda\"");
   const int64_t all_layers = config.model.num_hidden_layers;
   MT_CHECK_ARG(options.layers >= 0 && options.layers <= all_layers,
@@ -292,10 +298,17 @@ std::vector<std::string> bench_train(const TrainBenchOptions& options, const Pro
   config.trace.first_step = options.warm_up + 1;
   config.trace.steps = options.steps;
   config.trace.example_layer = -1;
+  const auto with_estimate = [](train::PatternSection& section) {
+    if (section.pattern_file && !section.estimate) section.estimate = true;
+  };
+  with_estimate(config.attention);
+  for (train::LayerRange& range : config.attention.layers) with_estimate(range);
   config.data.train = {{"random", 1.0}};
-  topology::LaunchEnvironment launch;
-  launch.world_size = world;
-  launch.local_world_size = options.ranks.ranks_per_node;
+  topology::LaunchEnvironment launch = options.launch;
+  if (options.job == nullptr) {
+    launch.world_size = world;
+    launch.local_world_size = options.ranks.ranks_per_node;
+  }
   {
     train::RunConfig checked = config;  // before anything is written
     train::resolve(checked, launch);
@@ -307,16 +320,20 @@ std::vector<std::string> bench_train(const TrainBenchOptions& options, const Pro
   config.out = folder.path().string();
   LaunchPlace place;
   place.device = on_gpu ? "cuda" : "cpu";
+  const std::string each = world == 1 ? "" : concat(world, " x ");
   const std::string device =
-      on_gpu ? device_name(place)
+      on_gpu ? concat(each, device_name(place))
              : concat(cpu_name(world), " as ranks on ", num_threads(), " cores");
   const Setting setting{train::resolve(config, launch), all_layers, device, from};
 
   const Arm arm = run_arm(options, config, setting.resolved);
-  const Json row = row_of(arm, setting);
-  std::vector<std::string> lines = {row.dump()};
-  std::vector<std::string> parts;
-  add_parts(arm, setting, row, parts);
+  Json row;
+  std::vector<std::string> lines, parts;
+  if (reports) {
+    row = row_of(arm, setting);
+    lines.push_back(row.dump());
+    add_parts(arm, setting, row, parts);
+  }
   if (options.dense_arm && config.attention.pattern != pattern::PatternKind::kDense) {
     train::RunConfig dense = config;
     dense.attention = train::AttentionSection();
@@ -324,6 +341,7 @@ std::vector<std::string> bench_train(const TrainBenchOptions& options, const Pro
     dense.attention.deterministic = config.attention.deterministic;
     const train::ResolvedRun resolved = train::resolve(dense, launch);
     const Arm dense_arm = run_arm(options, dense, resolved);
+    if (!reports) return {};
     const Json dense_row = row_of(dense_arm, setting);
     lines.push_back(dense_row.dump());
     const auto ratio = [&](const char* key) {
