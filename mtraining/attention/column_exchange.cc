@@ -41,7 +41,13 @@ ColumnExchange::Rows ColumnExchange::own_rows(int slice) const {
 }
 
 std::string ColumnExchange::buffer_name(const char* what, int slice) const {
-  return concat("columns ", what, " ", slice % 2);
+  return concat("columns ", what, " ", slice % kSlicesInMemory);
+}
+
+bool ColumnExchange::is_transferring() const {
+  const auto posted = [](const comm::WorkPtr& work) { return work != nullptr; };
+  return std::any_of(gathers_.begin(), gathers_.end(), posted) ||
+         std::any_of(reductions_.begin(), reductions_.end(), posted);
 }
 
 void ColumnExchange::post_gather(int slice) {
@@ -81,9 +87,9 @@ kernels::KeySource ColumnExchange::gathered(int slice) {
 void ColumnExchange::add_gradient_buffers(int slice, kernels::KeySource& source,
                                           at::ScalarType grad_state) {
   const int64_t head_dim = k_.size(3);
-  if (slice >= 2 && reductions_[slice - 2]) {  // its buffers come again
-    reductions_[slice - 2]->wait();
-    reductions_[slice - 2].reset();
+  if (slice >= kSlicesInMemory && reductions_[slice - kSlicesInMemory]) {  // its buffers come again
+    reductions_[slice - kSlicesInMemory]->wait();
+    reductions_[slice - kSlicesInMemory].reset();
   }
   grads_[slice] = state_.buffers.get(buffer_name("gradients", slice),
                                      {state_.layout.cp_size(), rows_per_rank(slice), 2, head_dim},

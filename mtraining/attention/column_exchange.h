@@ -3,11 +3,11 @@
 //
 // In:   a ColumnPlan, this rank's k and v. Out: a KeySource per slice; dk and dv of this rank's rows. Next: ring_attention.cc.
 //
-// A row of the exchange is K and V of one (sample, kv head, position) side by side, [2, D]. Two slices are in memory at a time: one
-// is attended to while the next one travels.
+// A row of the exchange is K and V of one (sample, kv head, position) side by side, [2, D]. Two slices are in memory at a time: the
+// first two are attended to beside shards, in a launch of the ring; of further ones each has a launch, under which the next one travels.
 #pragma once
 
-#include <array>
+#include <algorithm>
 #include <vector>
 
 #include "mtraining/attention/ring_context.h"
@@ -21,6 +21,10 @@ class ColumnExchange {
                  const at::Tensor& k, const at::Tensor& v);
 
   int num_slices() const { return static_cast<int>(plan_.slices.size()); }
+  /// The first ones, that a launch of the ring takes along.
+  int num_slices_beside_shards() const { return std::min(kSlicesInMemory, num_slices()); }
+  /// A transfer was posted that nobody has waited for yet.
+  bool is_transferring() const;
   /// Collective: packs this rank's rows of a slice and posts the all-gather. Slices in order, at most two unfinished.
   void post_gather(int slice);
   /// Waits for it. The source is valid until slice + 2 is posted.
@@ -37,6 +41,8 @@ class ColumnExchange {
   struct Rows {
     at::Tensor batch, kv_head, offset;  // int64 [own rows of a slice]
   };
+  static constexpr int kSlicesInMemory = 2;
+
   Rows own_rows(int slice) const;
   std::string buffer_name(const char* what, int slice) const;
   int64_t rows_per_rank(int slice) const { return plan_.slices[slice].rows_per_rank; }

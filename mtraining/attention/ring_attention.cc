@@ -69,6 +69,18 @@ std::pair<at::Tensor, at::Tensor> rounded(at::Tensor& out, at::ScalarType dtype)
   return {near, out.sub_(near).to(dtype)};
 }
 
+/// Which launch takes the exchanged columns along, by its operation. Forward: the last one, under which all else has arrived. Backward:
+/// the second one, so that they travel under the first, and their gradients home under the others.
+int launch_with_columns(const ring::Schedule& schedule, kernels::Direction direction) {
+  std::vector<int> launches;
+  for (const ring::Op& op : schedule.ops) {
+    if (op.kind == ring::OpKind::kLaunch) launches.push_back(op.id);
+  }
+  return direction == kernels::Direction::kForward
+             ? launches.back()
+             : launches[std::min<size_t>(1, launches.size() - 1)];
+}
+
 /// What a launch of either direction needs besides its sources.
 class Launcher {
  public:
@@ -102,7 +114,6 @@ class Launcher {
     if (device_.is_cpu()) return;
     backend_ = kernels::choose(request_of(state, plan, call, direction)).backend;
     common_.stream = current_stream(device_);
-    common_.sm_margin = state.layout.cp_size() > 1 ? state.options.sm_margin : 0;
   }
 
   kernels::Backend backend() const { return backend_; }
@@ -135,9 +146,11 @@ class Launcher {
     return sources;
   }
 
+  /// under_way: transfers that need multiprocessors while the launch runs.
   template <typename Params>
-  void fill(Params& params, const std::vector<kernels::KeySource>& sources) const {
+  void fill(Params& params, const std::vector<kernels::KeySource>& sources, bool under_way) const {
     static_cast<kernels::AttentionParams&>(params) = common_;
+    if (under_way && !device_.is_cpu()) params.sm_margin = state_.options.sm_margin;
     params.sources = sources.data();
     params.num_sources = static_cast<int>(sources.size());
   }
@@ -193,9 +206,9 @@ ForwardResult ring_forward(RingContext::State& state, IndexPlan& plan, const Rin
   RingSlots slots(state.buffers, state.forward, call.k, call.v, held, held);
   Launcher launcher(state, plan, slots, call, exchanged, kernels::Direction::kForward);
   bool first = true;
-  const auto launch = [&](const std::vector<kernels::KeySource>& sources) {
+  const auto launch = [&](const std::vector<kernels::KeySource>& sources, bool under_way) {
     kernels::ForwardParams params;
-    launcher.fill(params, sources);
+    launcher.fill(params, sources, under_way);
     params.out = view(out);
     params.lse = lse.data_ptr();
     params.first = std::exchange(first, false);
@@ -204,29 +217,42 @@ ForwardResult ring_forward(RingContext::State& state, IndexPlan& plan, const Rin
   };
 
   std::optional<ColumnExchange> columns;
+  const int with_columns =
+      exchanged ? launch_with_columns(state.forward, kernels::Direction::kForward) : -1;
+  int attended_slices = 0;
   const auto post_columns = [&] {
     columns.emplace(
         state, plan,
         plan.column_plan(static_cast<int>(call.k.size(2)), state.options.max_column_rows_per_rank),
         call.k, call.v);
-    columns->post_gather(0);  // travels under the ring
+    // They travel under the ring.
+    for (int slice = 0; slice < columns->num_slices_beside_shards(); ++slice)
+      columns->post_gather(slice);
   };
-  // A GPU attends to the first shards while the host plans.
-  const bool columns_later = !device.is_cpu();
-  if (exchanged && !columns_later) post_columns();
-  RingPass(state, state.forward, slots).run([&](const ring::Op& op) {
+  if (exchanged && device.is_cpu()) post_columns();
+  RingPass pass(state, state.forward, slots);
+  pass.run([&](const ring::Op& op) {
+    if (op.id == with_columns && !columns) post_columns();
+    std::vector<kernels::KeySource> sources = launcher.sources_of(op);
+    if (op.id == with_columns) {
+      for (; attended_slices < columns->num_slices_beside_shards(); ++attended_slices)
+        sources.push_back(columns->gathered(attended_slices));
+    }
     auto stretch = state.begin_stretch(device);
-    launch(launcher.sources_of(op));
+    launch(sources, pass.is_transferring() || (columns && columns->is_transferring()));
+    state.end_stretch(
+        std::move(stretch), "forward", op.ring_step,
+        launcher.pairs_of(op) + (op.id == with_columns ? launcher.exchanged_column_pairs() : 0));
+    // A GPU attends to the first shards while the host plans.
     if (exchanged && !columns) post_columns();
-    state.end_stretch(std::move(stretch), "forward", op.ring_step, launcher.pairs_of(op));
   });
-  for (int slice = 0; columns && slice < columns->num_slices(); ++slice) {
+  for (int slice = attended_slices; columns && slice < columns->num_slices(); ++slice) {
+    if (slice == attended_slices) columns->post_gather(slice);
     if (slice + 1 < columns->num_slices()) columns->post_gather(slice + 1);
     const kernels::KeySource source = columns->gathered(slice);
     auto stretch = state.begin_stretch(device);
-    launch({source});
-    state.end_stretch(std::move(stretch), "columns", slice,
-                      slice == 0 ? launcher.exchanged_column_pairs() : 0);
+    launch({source}, columns->is_transferring());
+    state.end_stretch(std::move(stretch), "columns", slice, 0);
   }
   if (held == dtype) return {out, lse, {}};
   const auto [near, rest] = rounded(out, dtype);
@@ -287,8 +313,8 @@ BackwardResult ring_backward(RingContext::State& state, IndexPlan& plan, const R
   RingSlots slots(state.buffers, state.backward, call.k, call.v, held, wire);
   Launcher launcher(state, plan, slots, call, exchanged, kernels::Direction::kBackward);
   const auto fill = [&](kernels::BackwardParams& params,
-                        const std::vector<kernels::KeySource>& sources) {
-    launcher.fill(params, sources);
+                        const std::vector<kernels::KeySource>& sources, bool under_way) {
+    launcher.fill(params, sources, under_way);
     params.dout = const_view(dout);
     params.lse = lse.const_data_ptr();
     params.delta = delta.const_data_ptr();
@@ -297,38 +323,52 @@ BackwardResult ring_backward(RingContext::State& state, IndexPlan& plan, const R
   };
   {
     kernels::BackwardParams params;
-    fill(params, {});
+    fill(params, {}, false);
     compute_delta(launcher.backend(), params, dout, saved, held, delta);
   }
-  const auto launch = [&](const std::vector<kernels::KeySource>& sources) {
+  const auto launch = [&](const std::vector<kernels::KeySource>& sources, bool under_way) {
     kernels::BackwardParams params;
-    fill(params, sources);
+    fill(params, sources, under_way);
     launcher.give_workspace(params);
     kernels::backward(launcher.backend(), params);
   };
 
   std::optional<ColumnExchange> columns;
+  const int with_columns =
+      exchanged ? launch_with_columns(state.backward, kernels::Direction::kBackward) : -1;
   if (exchanged) {
     columns.emplace(
         state, plan,
         plan.column_plan(static_cast<int>(call.k.size(2)), state.options.max_column_rows_per_rank),
         call.k, call.v);
-    columns->post_gather(0);
-    for (int slice = 0; slice < columns->num_slices(); ++slice) {
+    for (int slice = 0; slice < columns->num_slices_beside_shards(); ++slice)
+      columns->post_gather(slice);
+  }
+  const auto gathered = [&](int slice) {
+    kernels::KeySource source = columns->gathered(slice);
+    columns->add_gradient_buffers(slice, source, held);
+    return source;
+  };
+  RingPass pass(state, state.backward, slots);
+  pass.run([&](const ring::Op& op) {
+    std::vector<kernels::KeySource> sources = launcher.sources_of(op);
+    const int beside = op.id == with_columns ? columns->num_slices_beside_shards() : 0;
+    for (int slice = 0; slice < beside; ++slice) sources.push_back(gathered(slice));
+    auto stretch = state.begin_stretch(device);
+    launch(sources, pass.is_transferring() || (columns && columns->is_transferring()));
+    state.end_stretch(std::move(stretch), "backward", op.ring_step,
+                      launcher.pairs_of(op) + (beside > 0 ? launcher.exchanged_column_pairs() : 0));
+    if (beside == 0) return;
+    for (int slice = 0; slice < beside; ++slice) columns->post_reduce(slice, wire);
+    for (int slice = beside; slice < columns->num_slices(); ++slice) {
+      if (slice == beside) columns->post_gather(slice);
       if (slice + 1 < columns->num_slices()) columns->post_gather(slice + 1);
-      kernels::KeySource source = columns->gathered(slice);
-      columns->add_gradient_buffers(slice, source, held);
-      auto stretch = state.begin_stretch(device);
-      launch({source});
-      state.end_stretch(std::move(stretch), "columns", slice,
-                        slice == 0 ? launcher.exchanged_column_pairs() : 0);
+      const kernels::KeySource source = gathered(slice);
+      auto columns_stretch = state.begin_stretch(device);
+      launch({source}, true);
+      state.end_stretch(std::move(columns_stretch), "columns", slice, 0);
       columns->post_reduce(slice, wire);  // travels under the ring
     }
-  }
-  RingPass(state, state.backward, slots).run([&](const ring::Op& op) {
-    auto stretch = state.begin_stretch(device);
-    launch(launcher.sources_of(op));
-    state.end_stretch(std::move(stretch), "backward", op.ring_step, launcher.pairs_of(op));
   });
   at::Tensor& dk = slots.dk(state.backward.home_grad_slot);
   at::Tensor& dv = slots.dv(state.backward.home_grad_slot);

@@ -9,6 +9,7 @@
 
 #include "mtraining/attention/ring_case.h"
 #include "mtraining/base/check.h"
+#include "mtraining/index/columns.h"
 #include "mtraining/index/step_pairs.h"
 
 namespace mtraining::attention {
@@ -409,7 +410,7 @@ TEST(RingAttention, TheObserverSeesEveryLaunchAndAllPairs) {
     comm::run_loopback(4, [&](comm::Transport& transport) {
       testing::use_one_thread();
       RingContext context(options, transport);
-      int launches = 0, column_launches = 0;
+      int launches = 0;
       int64_t seen = 0, last_end = 0;
       std::vector<int> source_of_step;
       for (const ring::Op& op :
@@ -425,14 +426,21 @@ TEST(RingAttention, TheObserverSeesEveryLaunchAndAllPairs) {
         if (what == "forward") {
           EXPECT_EQ(step.ring_step, launches++);
           int64_t expected = 0;
-          for (int64_t row = 0; row < 4; ++row) {
-            expected += index::step_pairs(problem.index(), context.layout(), context.cp_rank(),
-                                          source_of_step.at(step.ring_step), row,
-                                          columns == ColumnMode::kPerStep);
+          const auto add = [&](int source, bool with_columns, int64_t sign) {
+            for (int64_t row = 0; row < 4; ++row)
+              expected += sign * index::step_pairs(problem.index(), context.layout(),
+                                                   context.cp_rank(), source, row, with_columns);
+          };
+          add(source_of_step.at(step.ring_step), columns == ColumnMode::kPerStep, 1);
+          // The last launch takes those of all shards along.
+          for (int source = 0; columns == ColumnMode::kOnce && step.ring_step == 3 && source < 4;
+               ++source) {
+            add(source, true, 1);
+            add(source, false, -1);
           }
           EXPECT_EQ(step.pairs, expected);
         }
-        column_launches += what == "columns";
+        EXPECT_NE(what, "columns");
         if (what != "wait") {
           EXPECT_GE(step.begin_us, last_end);  // launches do not overlap
           last_end = step.end_us;
@@ -442,7 +450,6 @@ TEST(RingAttention, TheObserverSeesEveryLaunchAndAllPairs) {
       const RankInputs in = rank_inputs(problem, context.layout(), context.cp_rank());
       ring_forward(context, in.q, in.k, in.v, problem.index(), 0);
       EXPECT_EQ(launches, 4);
-      EXPECT_EQ(column_launches, columns == ColumnMode::kOnce ? 1 : 0);
       std::unique_lock lock(mutex);
       pairs += seen;
     });
@@ -450,22 +457,56 @@ TEST(RingAttention, TheObserverSeesEveryLaunchAndAllPairs) {
   }
 }
 
+TEST(RingAttention, SlicesOfColumnsThatAreNotInMemoryWithTheFirstOnesHaveALaunchEach) {
+  const RingProblem problem({.seq_len = 500});
+  for (const int rows : {8, 4096}) {
+    RingOptions options = ring_options(2, 2, LayoutKind::kBlockStriped, 64, 500);
+    options.max_column_rows_per_rank = rows;
+    comm::run_loopback(4, [&](comm::Transport& transport) {
+      testing::use_one_thread();
+      RingContext context(options, transport);
+      const int kv_heads = static_cast<int>(problem.options().num_kv_heads);
+      const auto slices = static_cast<int>(
+          index::plan_columns(problem.index(), context.layout(), kv_heads, rows).slices.size());
+      ASSERT_EQ(slices > 2, rows == 8);
+      int launches = 0;
+      context.set_observer(
+          [&](const StepTiming& step) { launches += std::string(step.what) == "columns"; });
+      run_rank(context, problem);
+      EXPECT_EQ(launches, 2 * std::max(0, slices - 2));  // forward and backward
+    });
+  }
+}
+
 TEST(RingAttention, AUnionOfColumnsLargerThanHalfOfTheKeysIsTakenStepByStep) {
   for (Choice choice : {Choice::kMany, Choice::kSparse}) {
     const RingProblem problem({.seq_len = 500, .choice = choice});
-    std::mutex mutex;
-    int column_launches = 0;
+    RingOptions options = ring_options(1, 2, LayoutKind::kBlockStriped, 64, 500);
+    options.inner = ring::InnerKind::kRing;
     comm::run_loopback(2, [&](comm::Transport& transport) {
       testing::use_one_thread();
-      RingContext context(ring_options(1, 2, LayoutKind::kBlockStriped, 64, 500), transport);
+      RingContext context(options, transport);
+      // The first launch has the own shard; its columns too, unless those of all shards are exchanged.
+      int64_t of_blocks = 0, with_columns = 0;
+      for (int64_t row = 0; row < 4; ++row) {
+        const auto pairs = [&](bool columns) {
+          return index::step_pairs(problem.index(), context.layout(), context.cp_rank(),
+                                   context.cp_rank(), row, columns);
+        };
+        of_blocks += pairs(false);
+        with_columns += pairs(true);
+      }
+      ASSERT_LT(of_blocks, with_columns);
+      int first_launches = 0;
       context.set_observer([&](const StepTiming& step) {
-        std::unique_lock lock(mutex);
-        column_launches += std::string(step.what) == "columns";
+        const std::string what = step.what;
+        if ((what != "forward" && what != "backward") || step.ring_step != 0) return;
+        ++first_launches;
+        EXPECT_EQ(step.pairs, choice == Choice::kMany ? with_columns : of_blocks);
       });
       run_rank(context, problem);
+      EXPECT_EQ(first_launches, 2);
     });
-    // Forward and backward on two ranks, or none.
-    EXPECT_EQ(column_launches, choice == Choice::kMany ? 0 : 4);
   }
 }
 

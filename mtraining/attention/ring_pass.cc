@@ -1,5 +1,7 @@
 #include "mtraining/attention/ring_pass.h"
 
+#include <algorithm>
+
 #include "mtraining/attention/tensors.h"
 #include "mtraining/base/check.h"
 
@@ -36,6 +38,11 @@ void RingPass::run(const Launch& launch) {
     MT_ASSERT(visits[r] == 1, "rank ", state_.cp_rank, " attended ", visits[r],
               " times to the shard of rank ", r);
   }
+}
+
+bool RingPass::is_transferring() const {
+  return std::any_of(pending_.begin(), pending_.end(),
+                     [](const Transfer& transfer) { return !transfer.works.empty(); });
 }
 
 void RingPass::exchange(const ring::Op& op) {

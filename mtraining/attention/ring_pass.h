@@ -21,6 +21,8 @@ class RingPass {
   /// Collective over the context's ranks. After it no transfer is under way. Errors: InternalError where the launches did not
   /// attend to every shard exactly once.
   void run(const Launch& launch);
+  /// A transfer was posted that nobody has waited for yet.
+  bool is_transferring() const;
 
  private:
   struct Transfer {
