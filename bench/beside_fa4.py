@@ -1,11 +1,16 @@
 """The operator attend beside FlashAttention-4's block-sparse attention on the same patterns, in turn, in one process: a JSON line an arm.
 
     python bench/beside_fa4.py typical.json wide.json [--repeats 9] [--kernels] [--deterministic] [--without-peer] [--compile-only]
+    python bench/beside_fa4.py --uniform .1 --seq-len 40960 --heads 16 --kv-heads 2 --ours build/cuda/bin/sm90_backward_bench
 
 In:   pattern files (docs/formats.md) of 16 query heads; flash-attn-4 with its needs on PYTHONPATH. Out: rows in the keys of `mtraining bench`.
 Ours computes the pattern in blocks of 64 and its columns; the peer the same offsets in blocks of 128 and no columns, since it has no such thing.
 Times are those of whole operators by CUDA events: lists, rounding and reductions included, on both sides. Inputs: normal values.
 Each repeat runs both arms, forward and backward: ratio_to_fa4 is taken repeat by repeat.
+
+--uniform: a causal mask of 128 x 128 blocks at random, the same share of each row of blocks, its own among them; uniform_index of
+bench/sm90_case.cuh draws the same one. Operators take diagonals and columns, no lists of blocks, so ours is the bench of the kernels (--ours),
+run in turn with the peer, thrice; its backward counts rowsum(dout * out) in, as the peer's does. Rounding of gradients is in the peer's alone.
 """
 
 import argparse
@@ -13,6 +18,7 @@ import json
 import os
 import pathlib
 import statistics
+import subprocess
 import time
 
 import torch
@@ -58,7 +64,33 @@ def our_arm(heads, seq_len):
     return attention, int(index.pairs().sum())
 
 
-def peer_arm(heads, seq_len):
+def uniform_blocks(num_heads, seq_len, density):
+    """bool [heads, blocks, blocks] on the host: the mask of uniform_index."""
+    blocks, state = seq_len // PEER_BLOCK, 1
+    chosen = torch.eye(blocks, dtype=torch.bool).repeat(num_heads, 1, 1)
+    for head in range(num_heads):
+        for row in range(blocks):
+            before = list(range(row))
+            count = max(0, int(density * (row + 1) + 0.5) - 1)
+            for n in range(count):
+                state = (state * 6364136223846793005 + 1442695040888963407) % 2**64
+                other = n + (state >> 33) % (row - n)
+                before[n], before[other] = before[other], before[n]
+            chosen[head, row, before[:count]] = True
+    return chosen
+
+
+def pattern_blocks(heads, seq_len):
+    blocks = seq_len // PEER_BLOCK
+    chosen = torch.zeros(len(heads), blocks, blocks, dtype=torch.bool)
+    for at, head in enumerate(heads):
+        for d in diagonals_of(head, PEER_BLOCK, blocks):
+            chosen[at].diagonal(-d).fill_(True)
+    return chosen
+
+
+def peer_arm(chosen):
+    """chosen: bool [heads, blocks, blocks]."""
     import cutlass.cute as cute
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
     from flash_attn.cute.interface import flash_attn_func
@@ -67,11 +99,7 @@ def peer_arm(heads, seq_len):
     def at_or_before(batch, head, query, key, seqlen_info, aux):
         return key <= query
 
-    blocks = seq_len // PEER_BLOCK
-    chosen = torch.zeros(len(heads), blocks, blocks, dtype=torch.bool, device="cuda")
-    for at, head in enumerate(heads):
-        for d in diagonals_of(head, PEER_BLOCK, blocks):
-            chosen[at].diagonal(-d).fill_(True)
+    chosen, blocks = chosen.cuda(), chosen.shape[-1]
 
     def numbered(which):
         """int32 counts and ascending block numbers of each row, as the peer reads them."""
@@ -133,7 +161,7 @@ class Arm:
             self.forward.append(forward)
             self.backward.append(backward)
 
-    def row(self, name, seq_len, heads):
+    def row(self, name, seq_len, heads, kv_heads=KV_HEADS):
         forward, backward = statistics.median(self.forward), statistics.median(self.backward)
         flops = 4e-9 * HEAD_DIM * self.pairs
         return {
@@ -155,30 +183,82 @@ class Arm:
             "bwd_ms_max": round(max(self.backward), 3),
             "repeats": len(self.forward),
             "dtype": "bf16",
-            "heads": len(heads),
-            "kv_heads": KV_HEADS,
+            "heads": heads,
+            "kv_heads": kv_heads,
             "head_dim": HEAD_DIM,
             "peak_bytes": self.peak_bytes,
         }
+
+
+def random_inputs(seq_len, heads, kv_heads):
+    torch.manual_seed(0)
+    inputs = [
+        torch.randn(1, seq_len, h, HEAD_DIM, device="cuda", dtype=torch.bfloat16).requires_grad_()
+        for h in (heads, kv_heads, kv_heads)
+    ]
+    return inputs, torch.randn_like(inputs[0])
+
+
+def our_uniform(options):
+    """One run of the bench of our kernels: its row."""
+    case = f"uniform:{options.seq_len}:{options.uniform:g}"
+    sizes = ["--heads", f"{options.heads}/{options.kv_heads}", "--head-dim", str(HEAD_DIM)]
+    command = [
+        options.ours,
+        *sizes,
+        "--runs",
+        str(options.repeats),
+        case + "+" * options.deterministic,
+    ]
+    output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return json.loads(output.splitlines()[-1])
+
+
+def measure_uniform(options):
+    chosen = uniform_blocks(options.heads, options.seq_len, options.uniform)
+    peer = None
+    if not options.without_peer:
+        peer = Arm("fa4", *peer_arm(chosen))
+        inputs, dout = random_inputs(options.seq_len, options.heads, options.kv_heads)
+    ours, rounds = [], []
+    for _ in range(3):
+        if peer is not None:
+            for repeat in range(-1 if options.compile_only else -3, options.repeats):
+                if options.compile_only and repeat == 0:
+                    return []
+                peer.run(inputs, dout, repeat >= 0)
+        ours.append(our_uniform(options))
+        if peer is not None:
+            last = slice(-options.repeats, None)
+            mine = ours[-1]["forward_ms"], ours[-1]["ms"] + ours[-1]["delta_ms"]
+            its = statistics.median(peer.forward[last]), statistics.median(peer.backward[last])
+            rounds.append((its[0] / mine[0], its[1] / mine[1], sum(its) / sum(mine)))
+    row = sorted(ours, key=lambda r: r["ms"])[1]
+    row["case"] = "uniform 128x128 beside fa4"
+    row["density"] = options.uniform
+    row["commit"] = os.environ.get("MTRAINING_COMMIT")
+    if peer is None:
+        return [row]
+    row["ratio_to_fa4"] = {
+        part: [round(f(x), 4) for f in (statistics.median, min, max)]
+        for part, x in zip(("forward", "backward", "both"), zip(*rounds, strict=True), strict=True)
+    }
+    its = peer.row("uniform", options.seq_len, options.heads, options.kv_heads)
+    return [row, {**its, "case": row["case"], "density": options.uniform}]
 
 
 def measure(path, options):
     name, seq_len, heads = read_pattern(path)
     arms = [] if options.compile_only else [Arm("ours", *our_arm(heads, seq_len))]
     if not options.without_peer:
-        arms.append(Arm("fa4", *peer_arm(heads, seq_len)))
-    torch.manual_seed(0)
-    inputs = [
-        torch.randn(1, seq_len, h, HEAD_DIM, device="cuda", dtype=torch.bfloat16).requires_grad_()
-        for h in (len(heads), KV_HEADS, KV_HEADS)
-    ]
-    dout = torch.randn_like(inputs[0])
+        arms.append(Arm("fa4", *peer_arm(pattern_blocks(heads, seq_len))))
+    inputs, dout = random_inputs(seq_len, len(heads), KV_HEADS)
     for repeat in range(-1 if options.compile_only else -3, options.repeats):
         if options.compile_only and repeat == 0:
             return []
         for arm in arms:
             arm.run(inputs, dout, repeat >= 0)
-    rows = [arm.row(name, seq_len, heads) for arm in arms]
+    rows = [arm.row(name, seq_len, len(heads)) for arm in arms]
     rows[0]["deterministic"] = options.deterministic
     if len(arms) == 2:
         ours, peer = arms
@@ -208,7 +288,12 @@ def measure(path, options):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("patterns", nargs="+", help="pattern files")
+    parser.add_argument("patterns", nargs="*", help="pattern files")
+    parser.add_argument("--uniform", type=float, help="density of a mask of 128 x 128 blocks")
+    parser.add_argument("--seq-len", type=int, default=40960, help="of --uniform")
+    parser.add_argument("--heads", type=int, default=16, help="of --uniform")
+    parser.add_argument("--kv-heads", type=int, default=KV_HEADS, help="of --uniform")
+    parser.add_argument("--ours", help="of --uniform: the executable sm90_backward_bench")
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--kernels", action="store_true", help="also the time of each kernel")
     parser.add_argument("--deterministic", action="store_true", help="our backward")
@@ -218,12 +303,17 @@ def main():
     )
     options = parser.parse_args()
     torch.use_deterministic_algorithms(options.deterministic, warn_only=True)
-    for path in options.patterns:
+    if not options.patterns and options.uniform is None:
+        parser.error("expected pattern files or --uniform, got neither")
+    if options.uniform is not None and options.ours is None:
+        parser.error("--uniform: expected --ours, the executable sm90_backward_bench")
+    for path in [*options.patterns, *([None] if options.uniform is not None else [])]:
         begin = time.time()
-        for row in measure(path, options):
+        for row in measure_uniform(options) if path is None else measure(path, options):
             print(json.dumps(row), flush=True)
         if options.compile_only:
-            print(json.dumps({"compiled": path, "s": round(time.time() - begin, 1)}), flush=True)
+            done = {"compiled": path or "uniform", "s": round(time.time() - begin, 1)}
+            print(json.dumps(done), flush=True)
 
 
 if __name__ == "__main__":

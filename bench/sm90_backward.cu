@@ -1,7 +1,8 @@
 // Speed of the Hopper backward on a fixed vertical-slash pattern: one JSON line a case and mode.
 //
-// sm90_backward PATTERN.json [--heads Q/KV] [--head-dim D] [--dtype fp16] CASE...
-// CASE: those of sm90_forward.cu without rank8_split, uniform:SEQ_LEN (128 x 128 blocks, density .1); a trailing + measures both modes
+// sm90_backward PATTERN.json [--heads Q/KV] [--head-dim D] [--dtype fp16] [--runs N] CASE...
+// CASE: those of sm90_forward.cu without rank8_split, uniform:SEQ_LEN[:DENSITY] (128 x 128 blocks, .1); a trailing + measures both modes,
+// a trailing ! leaves the errors out. What follows another PATTERN.json or option is measured with that.
 // Each line: the backward alone (workspace kernels and gather inside), delta apart; FLOPs are 10 * D a pair. Errors: sampled rows of dq
 // and keys of dk, dv against float64, with the forward's lse; relative to the row's norm.
 // Without CMake, from the repository's root:
@@ -76,14 +77,14 @@ std::vector<double> times(const Launch& launch) {
   check_device(cudaEventCreate(&start), "event");
   check_device(cudaEventCreate(&stop), "event");
   std::vector<double> found;
-  for (int i = 0; i < kWarmUp + kRuns; ++i) {
+  for (int i = 0; i < warm_ups() + timed_runs(); ++i) {
     check_device(cudaEventRecord(start), "record");
     launch();
     check_device(cudaEventRecord(stop), "record");
     check_device(cudaEventSynchronize(stop), "the kernel");
     float ms = 0;
     check_device(cudaEventElapsedTime(&ms, start, stop), "elapsed");
-    if (i >= kWarmUp) found.push_back(ms);
+    if (i >= warm_ups()) found.push_back(ms);
   }
   std::sort(found.begin(), found.end());
   cudaEventDestroy(start);
@@ -196,7 +197,7 @@ void measure(const Prepared& made, const std::string& name, bool both, bool chec
     for (size_t r = 0; r < runs.size(); ++r)
       mtraining::kernels::sm90::delta(
           runs[r]->params,
-          {made.runs[r]->out.get(), 0, shape().heads * shape().head_dim, shape().head_dim},
+          {const_of(made.runs[r]->params.rounded), const_of(made.runs[r]->params.residual)},
           runs[r]->delta.get());
   });
   const auto forward = times([&] {
@@ -215,7 +216,7 @@ void measure(const Prepared& made, const std::string& name, bool both, bool chec
     };
     const auto ms = times(launch);
     std::vector<double> calls;
-    for (int i = 0; i < kRuns; ++i) {
+    for (int i = 0; i < timed_runs(); ++i) {
       const auto before = std::chrono::steady_clock::now();
       mtraining::kernels::sm90::backward(runs[0]->params);
       calls.push_back(
@@ -254,14 +255,19 @@ void measure(const Prepared& made, const std::string& name, bool both, bool chec
 
 int main(int argc, char** argv) {
   try {
-    const Pattern pattern = read_pattern(argc > 1 ? argv[1] : "");
-    for (int a = 2; a < argc; ++a) {
+    Pattern pattern;
+    for (int a = 1; a < argc; ++a) {
       if (take_option(argc, argv, a)) continue;
       std::string name = argv[a];
-      const bool both = name.back() == '+';
-      if (both) name.pop_back();
+      if (name.size() > 5 && name.ends_with(".json")) {
+        pattern = read_pattern(name);
+        continue;
+      }
+      bool both = false, check = true;
+      for (; name.ends_with('+') || name.ends_with('!'); name.pop_back())
+        (name.back() == '+' ? both : check) = name.back() == '+';
       const Prepared made = prepare_case(pattern, name);
-      measure(made, name, both, name == "one" || name == "csr");
+      measure(made, name, both, check && (name == "one" || name == "csr"));
     }
   } catch (const std::exception& error) {
     std::fprintf(stderr, "sm90_backward: error: %s\n", error.what());

@@ -29,9 +29,11 @@ namespace mtraining::bench::sm90 {
 
 using mtraining::kernels::BlockLists;
 using mtraining::kernels::ColumnLists;
+using mtraining::kernels::const_of;
 using mtraining::kernels::Entry;
 using mtraining::kernels::ForwardParams;
 using mtraining::kernels::KeySource;
+using mtraining::kernels::View;
 using mtraining::kernels::sm90::check_device;
 using mtraining::kernels::sm90::DeviceMemory;
 
@@ -43,7 +45,13 @@ struct Shape {
 inline Shape program_shape;
 inline Shape& shape() { return program_shape; }
 
-/// Takes --heads Q/KV, --head-dim D, --dtype fp16 off the arguments, argv[a] and the value behind it. False: argv[a] is no option.
+/// Untimed and timed launches of a case.
+inline int program_runs = 9;
+inline int warm_ups() { return program_runs < 9 ? 1 : 3; }
+inline int timed_runs() { return program_runs; }
+
+/// Takes --heads Q/KV, --head-dim D, --dtype bf16 or fp16, --runs N off the arguments, argv[a] and the value behind it. False: argv[a]
+/// is no option.
 inline bool take_option(int argc, char** argv, int& a) {
   const std::string name = argv[a];
   if (name.rfind("--", 0) != 0 || a + 1 == argc) return false;
@@ -53,8 +61,11 @@ inline bool take_option(int argc, char** argv, int& a) {
     shape().kv_heads = std::stoi(value.substr(value.find('/') + 1));
   } else if (name == "--head-dim") {
     shape().head_dim = std::stoi(value);
-  } else if (name == "--dtype" && value == "fp16") {
-    shape().dtype = mtraining::kernels::DType::kFloat16;
+  } else if (name == "--runs") {
+    program_runs = std::max(1, std::stoi(value));
+  } else if (name == "--dtype" && (value == "fp16" || value == "bf16")) {
+    shape().dtype = value == "fp16" ? mtraining::kernels::DType::kFloat16
+                                    : mtraining::kernels::DType::kBFloat16;
   } else {
     throw std::invalid_argument(name + " " + value);
   }
@@ -73,7 +84,6 @@ inline std::vector<float> read_floats(const void* device, int64_t count) {
   }
   return values;
 }
-constexpr int kWarmUp = 3, kRuns = 9;
 
 /// Normal values from a counter, some rows louder than others so that row maxima move.
 template <typename Element>
@@ -128,7 +138,7 @@ inline Pattern read_pattern(const std::string& path) {
 
 /// Everything that one rank's forward needs, on the device.
 struct RankRun {
-  DeviceMemory q, q_starts, out, lse, workspace;
+  DeviceMemory q, q_starts, out, rounded, residual, lse, workspace;
   std::vector<DeviceMemory> lists;  // whatever the sources point to
   std::vector<KeySource> sources;
   ForwardParams params;
@@ -245,7 +255,9 @@ inline std::unique_ptr<RankRun> prepare(const Inputs& inputs, const mtraining::i
       run->sources.push_back(source);
     }
   }
-  run->out = DeviceMemory(n * shape().heads * shape().head_dim * 4);
+  const int64_t width = shape().heads * shape().head_dim;
+  run->rounded = DeviceMemory(n * width * 2);
+  run->residual = DeviceMemory(n * width * 2);
   run->lse = DeviceMemory(n * shape().heads * 4);
   p.batch = 1;
   p.num_q_heads = shape().heads;
@@ -259,8 +271,10 @@ inline std::unique_ptr<RankRun> prepare(const Inputs& inputs, const mtraining::i
   p.q_block_starts = run->q_starts.get<int32_t>();
   p.sources = run->sources.data();
   p.num_sources = static_cast<int>(run->sources.size());
-  p.out = {run->out.get(), n * shape().heads * shape().head_dim, shape().heads * shape().head_dim,
-           shape().head_dim};
+  p.rounded = {run->rounded.get(), n * width, width, shape().head_dim};
+  p.residual = {run->residual.get(), n * width, width, shape().head_dim};
+  run->out = DeviceMemory(n * width * 4);
+  p.out = {run->out.get(), n * width, width, shape().head_dim};
   p.lse = run->lse.get();
   run->workspace = DeviceMemory(mtraining::kernels::sm90::forward_workspace_bytes(p));
   p.workspace = run->workspace.get();
@@ -313,7 +327,11 @@ inline Prepared prepare_case(const Pattern& pattern, const std::string& name) {
   Prepared made;
   made.pattern = pattern;
   made.dense = name.rfind("dense:", 0) == 0;
-  const bool uniform = name.rfind("uniform:", 0) == 0;  // uniform:SEQ_LEN, density .1
+  const bool uniform =
+      name.rfind("uniform:", 0) == 0;  // uniform:SEQ_LEN or uniform:SEQ_LEN:DENSITY
+  const double density = uniform && name.find(':', 8) != std::string::npos
+                             ? std::stod(name.substr(name.find(':', 8) + 1))
+                             : .1;
   const int64_t seq_len = made.dense ? std::atoll(name.c_str() + 6)
                           : uniform  ? std::atoll(name.c_str() + 8)
                                      : pattern.seq_len;
@@ -323,11 +341,11 @@ inline Prepared prepare_case(const Pattern& pattern, const std::string& name) {
     diagonals.push_back(pattern.diagonals[h % pattern.diagonals.size()]);
     columns.push_back(pattern.columns[h % pattern.columns.size()]);
   }
-  made.index = made.dense ? mtraining::index::dense_index(1, shape().heads, seq_len)
-               : uniform
-                   ? uniform_index(seq_len, .1)
-                   : mtraining::index::make_index(1, shape().heads, seq_len, diagonals,
-                                                  name == "no_columns" ? no_columns : columns);
+  made.index =
+      made.dense ? mtraining::index::dense_index(1, shape().heads, seq_len)
+      : uniform  ? uniform_index(seq_len, density)
+                 : mtraining::index::make_index(1, shape().heads, seq_len, diagonals,
+                                               name.ends_with("no_columns") ? no_columns : columns);
   using mtraining::layout::LayoutKind;
   const mtraining::layout::Layout layout(
       {.kind = ranks ? LayoutKind::kBlockStriped : LayoutKind::kContiguous,
@@ -337,7 +355,7 @@ inline Prepared prepare_case(const Pattern& pattern, const std::string& name) {
        .nodes = 1});
   made.inputs = std::make_unique<Inputs>(seq_len);
   for (int r = 0; r < (name == "shards8" ? 8 : 1); ++r) {
-    made.runs.push_back(prepare(*made.inputs, made.index, layout, r, name == "csr"));
+    made.runs.push_back(prepare(*made.inputs, made.index, layout, r, name.ends_with("csr")));
     made.pairs += made.runs.back()->pairs;
   }
   if (made.dense) {  // as the peers count it

@@ -35,6 +35,8 @@ void launch(const RankRun& run, bool split) {
     p.sources = run.sources.data() + s;
     p.num_sources = 1;
     p.first = s == 0;
+    p.rounded = s + 1 == run.sources.size() ? run.params.rounded : View{};
+    p.residual = s + 1 == run.sources.size() ? run.params.residual : View{};
     mtraining::kernels::sm90::forward(p);
   }
 }
@@ -46,7 +48,6 @@ double sampled_error(const Inputs& inputs, const mtraining::index::Index& index,
   double worst = 0;
   const auto k = read_floats(inputs.k.get(), inputs.k.bytes() / 2),
              v = read_floats(inputs.v.get(), inputs.v.bytes() / 2);
-  std::vector<float> out(shape().head_dim);
   uint64_t state = 12345;
   for (int sample = 0; sample < 12; ++sample) {
     state = state * 6364136223846793005ull + 1442695040888963407ull;
@@ -55,10 +56,10 @@ double sampled_error(const Inputs& inputs, const mtraining::index::Index& index,
     const int64_t i = run.positions[t];
     const auto q = read_floats(run.q.get<uint16_t>() + (t * shape().heads + h) * shape().head_dim,
                                shape().head_dim);
-    check_device(
-        cudaMemcpy(out.data(), run.out.get<float>() + (t * shape().heads + h) * shape().head_dim,
-                   shape().head_dim * 4, cudaMemcpyDeviceToHost),
-        "out");
+    const int64_t at = (t * shape().heads + h) * shape().head_dim;
+    auto out = read_floats(run.rounded.get<uint16_t>() + at, shape().head_dim);
+    const auto rest = read_floats(run.residual.get<uint16_t>() + at, shape().head_dim);
+    for (int d = 0; d < shape().head_dim; ++d) out[d] += rest[d];
     std::vector<uint8_t> keys(i + 1, 0);
     for (const int32_t d : index.diagonals.row(h))
       for (int64_t j = (i / 64 - d) * 64; j < (i / 64 - d) * 64 + 64 && d <= i / 64; ++j)
@@ -101,19 +102,19 @@ void measure(const std::string& pattern, const std::string& name, const Inputs& 
   check_device(cudaEventCreate(&start), "event");
   check_device(cudaEventCreate(&stop), "event");
   std::vector<float> times;
-  for (int i = 0; i < kWarmUp + kRuns; ++i) {
+  for (int i = 0; i < warm_ups() + timed_runs(); ++i) {
     check_device(cudaEventRecord(start), "record");
     for (const auto& run : runs) launch(*run, split);
     check_device(cudaEventRecord(stop), "record");
     check_device(cudaEventSynchronize(stop), "the kernel");
     float ms = 0;
     check_device(cudaEventElapsedTime(&ms, start, stop), "elapsed");
-    if (i >= kWarmUp) times.push_back(ms);
+    if (i >= warm_ups()) times.push_back(ms);
   }
   std::sort(times.begin(), times.end());
   // Host time of a call while the device is behind.
   std::vector<double> calls;
-  for (int i = 0; i < kRuns; ++i) {
+  for (int i = 0; i < timed_runs(); ++i) {
     const auto before = std::chrono::steady_clock::now();
     launch(*runs[0], split);
     calls.push_back(
