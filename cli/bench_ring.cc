@@ -2,8 +2,10 @@
 #include <unistd.h>
 
 #include <CLI/CLI.hpp>
+#include <charconv>
 #include <cstdio>
 #include <optional>
+#include <sstream>
 #include <string>
 #include <vector>
 
@@ -28,7 +30,8 @@ const char* const kExamples =
     "16 "
     "--head-dim 128 --dtype bf16 --breakdown\n"
     "  torchrun --no-python --nproc-per-node 8 mtraining bench ring --device cuda --topology 2x4 "
-    "--shape typical --seq-len 524288 --heads 16 --head-dim 128 --dtype bf16\n";
+    "--shape typical --seq-len 524288 --heads 16 --head-dim 128 --dtype bf16 "
+    "--variant ring=flat --variant ring=hierarchical,inner=ring,launch-shards=2\n";
 
 struct Options {
   std::string device = "cpu", virtual_ranks = "2x2", topology, ring, inner = "gather",
@@ -42,6 +45,7 @@ struct Options {
       warm_up = 1;
   double inner_gb_per_s = 0, outer_gb_per_s = 0;
   bool breakdown = false, alone = false, any_order = false;
+  std::vector<std::string> variants;
 };
 
 void declare(CLI::App& app, Options& o) {
@@ -93,7 +97,74 @@ void declare(CLI::App& app, Options& o) {
   app.add_option("--repeats", o.repeats, "Timed runs")->capture_default_str();
   app.add_option("--warm-up", o.warm_up, "Runs before them")->capture_default_str();
   app.add_option("--seed", o.seed, "Of the inputs")->capture_default_str();
+  app.add_option("--variant", o.variants,
+                 "A row with some of these flags changed, as ring=flat,sm-margin=0; may be "
+                 "repeated: all in one job");
   app.add_flag("--breakdown", o.breakdown, "Also a line a phase: launches, columns, waits");
+}
+
+/// `o` with the flags that a variant names.
+Options changed(Options o, const std::string& variant) {
+  std::istringstream parts(variant);
+  for (std::string part; std::getline(parts, part, ',');) {
+    const size_t equals = part.find('=');
+    const std::string name = part.substr(0, equals),
+                      value = equals == std::string::npos ? "" : part.substr(equals + 1);
+    const auto number = [&] {
+      int result = 0;
+      const auto [end, error] = std::from_chars(value.data(), value.data() + value.size(), result);
+      MT_CHECK_ARG(error == std::errc() && end == value.data() + value.size(), "--variant: ", name,
+                   ": expected a whole number, got '", value, "'");
+      return result;
+    };
+    if (name == "ring") {
+      o.ring = value;
+    } else if (name == "inner") {
+      o.inner = value;
+    } else if (name == "columns") {
+      o.columns = value;
+    } else if (name == "gradient-transport") {
+      o.gradient_transport = value;
+    } else if (name == "ring-stride") {
+      o.ring_stride = number();
+    } else if (name == "prefetch-steps") {
+      o.prefetch_steps = number();
+    } else if (name == "launch-shards") {
+      o.launch_shards = number();
+    } else if (name == "sm-margin") {
+      o.sm_margin = number();
+    } else {
+      throw InvalidArgument(
+          concat("--variant: expected ring, inner, columns, gradient-transport, ring-stride, "
+                 "prefetch-steps, launch-shards or sm-margin, got '",
+                 name, "' in '", variant, "'"));
+    }
+  }
+  return o;
+}
+
+attention::RingOptions ring_options(const Options& o, const topology::Topology& topology) {
+  MT_CHECK_ARG(o.columns == "once" || o.columns == "per_step",
+               "--columns: expected once or per_step, got '", o.columns, "'");
+  MT_CHECK_ARG(o.gradient_transport == "fp32" || o.gradient_transport == "bf16",
+               "--gradient-transport: expected fp32 or bf16, got '", o.gradient_transport, "'");
+  attention::RingOptions ring;
+  ring.layout.kind = layout::parse_layout_kind(o.layout);
+  ring.layout.stripe = o.stripe;
+  ring.topology = topology;
+  ring.ring = o.ring.empty() ? ring::RingKind::kHierarchical : ring::parse_ring_kind(o.ring);
+  ring.inner = ring::parse_inner_kind(o.inner);
+  ring.ring_stride = ring.ring == ring::RingKind::kFlat ? o.ring_stride : 1;
+  ring.prefetch_steps = o.prefetch_steps;
+  ring.launch_shards = o.launch_shards;
+  ring.sm_margin = o.sm_margin;
+  ring.deterministic = !o.any_order;
+  ring.columns =
+      o.columns == "once" ? attention::ColumnMode::kOnce : attention::ColumnMode::kPerStep;
+  ring.gradient_transport = o.gradient_transport == "fp32"
+                                ? attention::GradientTransport::kFloat32
+                                : attention::GradientTransport::kBFloat16;
+  return ring;
 }
 
 }  // namespace
@@ -160,10 +231,9 @@ int bench_ring(int argc, char** argv) {
   MT_CHECK_ARG((on_gpu && !in_job && !o.alone) || o.inner_gb_per_s + o.outer_gb_per_s == 0,
                "--inner-gb-per-s, --outer-gb-per-s: for ranks that share one GPU (--device cuda "
                "--virtual)");
-  MT_CHECK_ARG(o.columns == "once" || o.columns == "per_step",
-               "--columns: expected once or per_step, got '", o.columns, "'");
-  MT_CHECK_ARG(o.gradient_transport == "fp32" || o.gradient_transport == "bf16",
-               "--gradient-transport: expected fp32 or bf16, got '", o.gradient_transport, "'");
+  if (!o.ring.empty()) ring::parse_ring_kind(o.ring);
+  ring_options(o, topology);
+  for (const std::string& variant : o.variants) ring_options(changed(o, variant), topology);
   const int chosen = static_cast<int>(app.count("--p") + app.count("--density") +
                                       app.count("--pattern") + app.count("--shape"));
   MT_CHECK_ARG(chosen <= 1,
@@ -203,25 +273,18 @@ int bench_ring(int argc, char** argv) {
   options.warm_up = o.warm_up;
   options.breakdown = o.breakdown;
   options.seed = static_cast<uint64_t>(o.seed);
-  std::vector<ring::RingKind> rings = {ring::RingKind::kFlat, ring::RingKind::kHierarchical};
-  if (!o.ring.empty()) rings = {ring::parse_ring_kind(o.ring)};
+  std::vector<Options> rows;
+  for (const std::string& variant : o.variants) rows.push_back(changed(o, variant));
+  if (rows.empty()) {
+    for (const char* ring : {"flat", "hierarchical"}) {
+      if (!o.ring.empty() && o.ring != ring) continue;
+      rows.push_back(o);
+      rows.back().ring = ring;
+    }
+  }
   const bench::Provenance from = bench::provenance();
-  for (const ring::RingKind ring : rings) {
-    options.ring.layout.kind = layout::parse_layout_kind(o.layout);
-    options.ring.layout.stripe = o.stripe;
-    options.ring.topology = topology;
-    options.ring.ring = ring;
-    options.ring.inner = ring::parse_inner_kind(o.inner);
-    options.ring.ring_stride = ring == ring::RingKind::kFlat ? o.ring_stride : 1;
-    options.ring.prefetch_steps = o.prefetch_steps;
-    options.ring.launch_shards = o.launch_shards;
-    options.ring.sm_margin = o.sm_margin;
-    options.ring.deterministic = !o.any_order;
-    options.ring.columns =
-        o.columns == "once" ? attention::ColumnMode::kOnce : attention::ColumnMode::kPerStep;
-    options.ring.gradient_transport = o.gradient_transport == "fp32"
-                                          ? attention::GradientTransport::kFloat32
-                                          : attention::GradientTransport::kBFloat16;
+  for (const Options& row : rows) {
+    options.ring = ring_options(row, topology);
     for (const std::string& line : bench::bench_ring(options, from))
       std::printf("%s\n", line.c_str());
     std::fflush(stdout);
