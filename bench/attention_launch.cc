@@ -10,6 +10,7 @@
 #include "mtraining/index/step_index.h"
 #include "mtraining/index/step_pairs.h"
 #include "mtraining/kernels/attention_kernels.h"
+#include "mtraining/kernels/ref/rounding.h"
 
 namespace mtraining::bench {
 namespace {
@@ -79,7 +80,8 @@ class CpuLaunch : public AttentionLaunch {
     const int64_t k_row = sizes.num_kv_heads * sizes.head_dim;
     q_ = shard_of(inputs.q, layout_, place.cp_rank, q_row * element);
     dout_ = shard_of(inputs.dout, layout_, place.cp_rank, q_row * element);
-    out_ = AlignedBytes(n * q_row * state);
+    out_ = AlignedBytes(n * q_row * element);
+    if (is_rounded()) residual_ = AlignedBytes(n * q_row * element);
     dq_ = AlignedBytes(n * q_row * state);
     lse_ = AlignedBytes(sizes.num_q_heads * n * state);
     delta_ = AlignedBytes(sizes.num_q_heads * n * state);
@@ -103,7 +105,13 @@ class CpuLaunch : public AttentionLaunch {
   void forward(Times& times) override {
     kernels::ForwardParams p;
     fill(p);
-    p.out = writable(out_, layout_.tokens_per_rank(), sizes_.num_q_heads, sizes_.head_dim);
+    const int64_t n = layout_.tokens_per_rank();
+    if (is_rounded()) {
+      p.rounded = writable(out_, n, sizes_.num_q_heads, sizes_.head_dim);
+      p.residual = writable(residual_, n, sizes_.num_q_heads, sizes_.head_dim);
+    } else {
+      p.out = writable(out_, n, sizes_.num_q_heads, sizes_.head_dim);
+    }
     p.lse = lse_.data();
     const ThreadCountScope threads(place_.threads);
     time_once(times, [&] { kernels::ref::forward(p); });
@@ -125,7 +133,9 @@ class CpuLaunch : public AttentionLaunch {
         std::memset(source.dk.data(), 0, static_cast<size_t>(source.dk.size()));
         std::memset(source.dv.data(), 0, static_cast<size_t>(source.dv.size()));
       }
-      kernels::ref::delta(p, rows_of(out_, n, sizes_.num_q_heads, sizes_.head_dim), delta_.data());
+      kernels::RoundedOut out = {rows_of(out_, n, sizes_.num_q_heads, sizes_.head_dim), {}};
+      if (is_rounded()) out.residual = rows_of(residual_, n, sizes_.num_q_heads, sizes_.head_dim);
+      kernels::ref::delta(p, out, delta_.data());
       kernels::ref::backward(p);
     });
   }
@@ -146,10 +156,19 @@ class CpuLaunch : public AttentionLaunch {
   double pairs() const override { return pairs_; }
 
   std::vector<double> out() const override {
-    const int64_t count = out_.size() / kernels::size_of(kernels::state_dtype(sizes_.dtype));
+    const int64_t count = out_.size() / kernels::size_of(sizes_.dtype);
     std::vector<double> values(static_cast<size_t>(count));
     if (kernels::state_dtype(sizes_.dtype) == kernels::DType::kFloat64) {
       std::memcpy(values.data(), out_.data(), static_cast<size_t>(out_.size()));
+    } else if (is_rounded()) {
+      const auto widened = [&](const AlignedBytes& bytes, int64_t i) {
+        const uint16_t bits = reinterpret_cast<const uint16_t*>(bytes.data())[i];
+        return static_cast<double>(sizes_.dtype == kernels::DType::kBFloat16
+                                       ? kernels::ref::from_bfloat16(bits)
+                                       : kernels::ref::from_float16(bits));
+      };
+      for (int64_t i = 0; i < count; ++i)
+        values[static_cast<size_t>(i)] = widened(out_, i) + widened(residual_, i);
     } else {
       const auto* floats = reinterpret_cast<const float*>(out_.data());
       std::copy(floats, floats + count, values.begin());
@@ -158,6 +177,9 @@ class CpuLaunch : public AttentionLaunch {
   }
 
  private:
+  /// Whether out has another type than the state.
+  bool is_rounded() const { return kernels::state_dtype(sizes_.dtype) != sizes_.dtype; }
+
   void make_lists() {
     for (int source = 0; source < place_.cp_size; ++source) {
       sources_[source].blocks = index::step_blocks(index_, layout_, place_.cp_rank, source);
@@ -204,7 +226,7 @@ class CpuLaunch : public AttentionLaunch {
   index::Index index_;   // what runs
   index::Index chosen_;  // what the last estimation chose
   layout::Layout layout_;
-  AlignedBytes q_, dout_, out_, dq_, lse_, delta_;
+  AlignedBytes q_, dout_, out_, residual_, dq_, lse_, delta_;
   std::vector<int32_t> starts_;
   std::vector<Source> sources_;
   std::vector<kernels::KeySource> key_sources_;

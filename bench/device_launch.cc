@@ -89,7 +89,7 @@ class DeviceLaunch : public AttentionLaunch {
   double pairs() const override { return pairs_; }
 
   std::vector<double> out() const override {
-    const at::Tensor values = out_.to(at::kCPU, at::kDouble).contiguous();
+    const at::Tensor values = (out_.to(at::kCPU, at::kDouble) + residual_.cpu()).contiguous();
     return {values.const_data_ptr<double>(), values.const_data_ptr<double>() + values.numel()};
   }
 
@@ -235,12 +235,19 @@ class DeviceLaunch : public AttentionLaunch {
 
   void run_forward() {
     const at::TensorOptions held = inputs_.q.options().dtype(at::kFloat);
-    out_ = at::empty(q_.sizes(), held);
+    out_ = at::empty(q_.sizes(), q_.options());
+    residual_ = at::empty(q_.sizes(), q_.options());
     lse_ = at::empty({1, sizes_.num_q_heads, q_.size(1)}, held);
     kernels::ForwardParams params;
     std::vector<kernels::KeySource> sources;
     fill(params, sources, false);
-    params.out = view(out_);
+    at::Tensor state;
+    params.rounded = view(out_);
+    params.residual = view(residual_);
+    if (kernels::needs_out(forward_.backend, params)) {
+      state = at::empty(q_.sizes(), held);
+      params.out = view(state);
+    }
     params.lse = lse_.data_ptr();
     const at::Tensor workspace = give_workspace(forward_.backend, params);
     kernels::forward(forward_.backend, params);
@@ -263,12 +270,14 @@ class DeviceLaunch : public AttentionLaunch {
     params.dq = view(dq_);
     params.deterministic = place_.deterministic;
     const at::Tensor workspace = give_workspace(backward_.backend, params);
-    kernels::delta(backward_.backend, params, const_view(out_), delta.data_ptr());
+    kernels::delta(backward_.backend, params, {const_view(out_), const_view(residual_)},
+                   delta.data_ptr());
     kernels::backward(backward_.backend, params);
   }
 
   void forget_forward() {
     out_.reset();
+    residual_.reset();
     lse_.reset();
   }
   void forget_gradients() {
@@ -289,7 +298,8 @@ class DeviceLaunch : public AttentionLaunch {
                                .positions = positions_,
                                .index = index_.get(),
                                .softmax_scale = scale_of(sizes_)};
-    ComputedAttention computed{.out = out_[0], .dq = dq_[0], .lse = lse_[0], .dk = {}, .dv = {}};
+    const at::Tensor out = out_[0].to(at::kFloat) + residual_[0];
+    ComputedAttention computed{.out = out, .dq = dq_[0], .lse = lse_[0], .dk = {}, .dv = {}};
     if (place_.cp_size == 1) {  // a rank of several has a part of them only
       computed.dk = sources_[0].dk[0];
       computed.dv = sources_[0].dv[0];
@@ -341,7 +351,7 @@ class DeviceLaunch : public AttentionLaunch {
   std::vector<int64_t> positions_;
   std::vector<int32_t> starts_;
   attention::ListUploads uploads_;
-  at::Tensor q_, dout_, out_, lse_, dq_;
+  at::Tensor q_, dout_, out_, residual_, lse_, dq_;
   std::vector<Source> sources_;  // filled once: uploads are by address
   bool has_columns_ = false, columns_gathered_ = false;
   kernels::Choice forward_, backward_;

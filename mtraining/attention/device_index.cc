@@ -1,6 +1,7 @@
 #include "mtraining/attention/device_index.h"
 
 #include <ATen/ATen.h>
+#include <ATen/core/CachingHostAllocator.h>
 #include <c10/core/Event.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
@@ -19,16 +20,11 @@
 namespace mtraining::attention {
 namespace {
 
-at::Tensor aligned(const at::Tensor& tensor) {
-  // A copy even where it is contiguous already: then its memory begins at an odd place.
-  return rows_are_aligned(tensor) ? tensor : tensor.clone(at::MemoryFormat::Contiguous);
-}
-
 /// A rank's shards as pattern/ takes them: once with documents in host memory, where windows are chosen, once in the device's.
 struct Shards {
   Shards(RingContext::State& state, const at::Tensor& given_q, const at::Tensor& given_k,
          double softmax_scale, const at::Tensor& document_starts)
-      : q(aligned(given_q)), k(aligned(given_k)), device(q.device()) {
+      : q(with_aligned_rows(given_q)), k(with_aligned_rows(given_k)), device(q.device()) {
     host.layout = &state.layout;
     host.cp_rank = state.cp_rank;
     host.batch = q.size(0);
@@ -72,13 +68,19 @@ pattern::DeviceRows rows_in(const at::Tensor& memory, bool consecutive) {
           static_cast<int64_t>(memory.nbytes() / sizeof(int32_t)), consecutive};
 }
 
-/// Where the device reports values that no index can be chosen from.
+/// Where the device reports values that no index can be chosen from. Its memory is nobody else's before the kernels that were enqueued
+/// on the current stream until it goes are over: a call that fails leaves them behind.
 class FaultMemory {
  public:
-  FaultMemory()
+  explicit FaultMemory(at::Device device)
       : memory_(at::empty({sizeof(kernels::pattern_cuda::FaultReport)},
                           at::TensorOptions().dtype(at::kByte).pinned_memory(true))) {
     *report() = {};
+    const bool known =
+        at::getHostAllocator(device.type())
+            ->record_event(memory_.data_ptr(), memory_.storage().data_ptr().get_context(),
+                           c10::impl::VirtualGuardImpl(device.type()).getStream(device));
+    MT_ASSERT(known, "pinned memory that its allocator does not know");
   }
   kernels::pattern_cuda::FaultReport* report() const {
     return static_cast<kernels::pattern_cuda::FaultReport*>(memory_.data_ptr());
@@ -305,7 +307,7 @@ std::shared_ptr<DeviceLists> lists_on_device(RingContext::State& state, const at
   at::Tensor counts = memory("index counts", {2, rows}, at::kInt);
   at::Tensor dense = memory("index dense heads", {rows}, at::kByte);
   at::Tensor caps_hit = memory("index caps", {batch}, at::kLong);
-  const FaultMemory faults;
+  const FaultMemory faults(shards.device);
   // These stay: lists of backward are made of them.
   const at::TensorOptions kept = at::TensorOptions().device(shards.device);
   at::Tensor diagonal_bits = at::empty({rows, (blocks + 63) / 64}, kept.dtype(at::kLong));

@@ -1,6 +1,7 @@
 #include "mtraining/attention/ring_attention.h"
 
 #include <ATen/ATen.h>
+#include <c10/core/DeviceGuard.h>
 
 #include <algorithm>
 #include <memory>
@@ -185,7 +186,35 @@ class Launcher {
 
 }  // namespace
 
+namespace {
+
+/// As q, in the type of the state: of this call alone. On a GPU others use the memory between two calls; on the CPU, where new memory
+/// is slow, it is kept.
+at::Tensor state_rows(RingContext::State& state, const at::Tensor& q, at::ScalarType held) {
+  return q.is_cpu() ? state.buffers.get("out or dq", q.sizes(), held, q.device())
+                    : at::empty(q.sizes(), q.options().dtype(held));
+}
+
+}  // namespace
+
+StartedForward::StartedForward(RingContext::State& state, RingCall checked)
+    : call(std::move(checked)),
+      slots(state.buffers, state.forward, call.k, call.v, state_type(call.q.scalar_type()),
+            state_type(call.q.scalar_type())),
+      pass(state, state.forward, slots) {
+  // In host memory whoever is late would read what an error of this rank has freed.
+  if (!call.q.is_cpu()) pass.begin();
+}
+
 ForwardResult ring_forward(RingContext::State& state, IndexPlan& plan, const RingCall& call) {
+  StartedForward started(state, call);
+  return ring_forward(state, plan, started);
+}
+
+ForwardResult ring_forward(RingContext::State& state, IndexPlan& plan, StartedForward& started) {
+  const RingCall& call = started.call;
+  RingSlots& slots = started.slots;
+  RingPass& pass = started.pass;
   const at::ScalarType dtype = call.q.scalar_type(), held = state_type(dtype);
   const at::Device device = call.q.device();
   state.forward_by_torch = is_torchs(state, plan, call, kernels::Direction::kForward);
@@ -198,12 +227,11 @@ ForwardResult ring_forward(RingContext::State& state, IndexPlan& plan, const Rin
   }
   const at::TensorOptions state_options = at::TensorOptions().dtype(held).device(device);
   // The result itself where no conversion follows.
-  at::Tensor out = held == dtype ? at::empty(call.q.sizes(), state_options)
-                                 : state.buffers.get("out or dq", call.q.sizes(), held, device);
+  at::Tensor out =
+      held == dtype ? at::empty(call.q.sizes(), state_options) : state_rows(state, call.q, held);
   at::Tensor lse = at::empty({call.q.size(0), call.q.size(2), call.q.size(1)}, state_options);
 
   const bool exchanged = columns_are_exchanged(state, plan, static_cast<int>(call.k.size(2)));
-  RingSlots slots(state.buffers, state.forward, call.k, call.v, held, held);
   Launcher launcher(state, plan, slots, call, exchanged, kernels::Direction::kForward);
   bool first = true;
   const auto launch = [&](const std::vector<kernels::KeySource>& sources, bool under_way) {
@@ -230,7 +258,6 @@ ForwardResult ring_forward(RingContext::State& state, IndexPlan& plan, const Rin
       columns->post_gather(slice);
   };
   if (exchanged && device.is_cpu()) post_columns();
-  RingPass pass(state, state.forward, slots);
   pass.run([&](const ring::Op& op) {
     if (op.id == with_columns && !columns) post_columns();
     std::vector<kernels::KeySource> sources = launcher.sources_of(op);
@@ -239,7 +266,7 @@ ForwardResult ring_forward(RingContext::State& state, IndexPlan& plan, const Rin
         sources.push_back(columns->gathered(attended_slices));
     }
     auto stretch = state.begin_stretch(device);
-    launch(sources, pass.is_transferring() || (columns && columns->is_transferring()));
+    launch(sources, pass.needs_multiprocessors() || (columns && columns->needs_multiprocessors()));
     state.end_stretch(
         std::move(stretch), "forward", op.ring_step,
         launcher.pairs_of(op) + (op.id == with_columns ? launcher.exchanged_column_pairs() : 0));
@@ -251,7 +278,7 @@ ForwardResult ring_forward(RingContext::State& state, IndexPlan& plan, const Rin
     if (slice + 1 < columns->num_slices()) columns->post_gather(slice + 1);
     const kernels::KeySource source = columns->gathered(slice);
     auto stretch = state.begin_stretch(device);
-    launch({source}, columns->is_transferring());
+    launch({source}, columns->needs_multiprocessors());
     state.end_stretch(std::move(stretch), "columns", slice, 0);
   }
   if (held == dtype) return {out, lse, {}};
@@ -261,40 +288,27 @@ ForwardResult ring_forward(RingContext::State& state, IndexPlan& plan, const Rin
 
 namespace {
 
-/// Bytes of out in the type of the state at a time: whole it would be as large as dq.
-constexpr int64_t kHeldBytes = int64_t{256} << 20;
-
-/// rowsum(dout * out) into delta [B, H, n], some heads of a sample at a time. `params` has all but that.
-void compute_delta(kernels::Backend backend, kernels::BackwardParams params, const at::Tensor& dout,
-                   const ForwardResult& saved, at::ScalarType held, at::Tensor& delta) {
-  const int64_t batch = dout.size(0), n = dout.size(1), heads = dout.size(2);
-  const int64_t head_bytes = n * dout.size(3) * static_cast<int64_t>(c10::elementSize(held));
-  const bool whole = dout.is_cpu() || batch * heads * head_bytes <= kHeldBytes;
-  const int64_t samples = whole ? batch : 1;
-  const int64_t together = whole ? heads : std::clamp(kHeldBytes / head_bytes, int64_t{1}, heads);
-  params.batch = samples;
-  for (int64_t b = 0; b < batch; b += samples) {
-    for (int64_t h = 0; h < heads; h += together) {
-      const int64_t count = std::min(together, heads - h);
-      const auto part = [&](const at::Tensor& tensor) {
-        return tensor.narrow(0, b, samples).narrow(2, h, count);
-      };
-      at::Tensor out = with_contiguous_rows(part(saved.out).to(held));
-      if (saved.out_residual.defined()) out = out.add(part(saved.out_residual));
-      params.num_q_heads = count;
-      if (!whole) params.num_kv_heads = 1;
-      params.dout = const_view(part(dout));
-      params.lse = saved.lse[b][h].const_data_ptr();
-      kernels::delta(backend, params, const_view(out), delta[b][h].data_ptr());
-    }
+/// rowsum(dout * out) into delta [B, H, n]. `params` has all but that.
+void compute_delta(kernels::Backend backend, const kernels::BackwardParams& params,
+                   const ForwardResult& saved, at::Tensor& delta) {
+  const auto rows = [](const at::Tensor& tensor) {
+    return tensor.is_cpu() ? with_contiguous_rows(tensor) : with_aligned_rows(tensor);
+  };
+  const at::Tensor out = rows(saved.out);
+  kernels::RoundedOut read = {const_view(out), {}};
+  at::Tensor residual;
+  if (saved.out_residual.defined()) {
+    residual = rows(saved.out_residual);
+    read.residual = const_view(residual);
   }
+  kernels::delta(backend, params, read, delta.data_ptr());
 }
 
 }  // namespace
 
-BackwardResult ring_backward(RingContext::State& state, IndexPlan& plan, const RingCall& call,
-                             const at::Tensor& dout, const ForwardResult& saved) {
-  const at::Tensor& lse = saved.lse;
+BackwardResult ring_backward(RingContext::State& state, IndexPlan& plan, RingCall call,
+                             at::Tensor dout, ForwardResult saved) {
+  const at::Tensor lse = saved.lse;
   const at::ScalarType dtype = call.q.scalar_type(), held = state_type(dtype);
   const at::Device device = call.q.device();
   if (is_torchs(state, plan, call, kernels::Direction::kBackward)) {
@@ -306,11 +320,13 @@ BackwardResult ring_backward(RingContext::State& state, IndexPlan& plan, const R
   }
   const at::ScalarType wire =
       state.options.gradient_transport == GradientTransport::kBFloat16 ? at::kBFloat16 : held;
-  at::Tensor dq = state.buffers.get("out or dq", call.q.sizes(), held, device).zero_();
+  at::Tensor dq;  // when out has gone
   at::Tensor delta = state.buffers.get("delta", lse.sizes(), held, device);
 
   const bool exchanged = columns_are_exchanged(state, plan, static_cast<int>(call.k.size(2)));
   RingSlots slots(state.buffers, state.backward, call.k, call.v, held, wire);
+  RingPass pass(state, state.backward, slots);
+  pass.begin();
   Launcher launcher(state, plan, slots, call, exchanged, kernels::Direction::kBackward);
   const auto fill = [&](kernels::BackwardParams& params,
                         const std::vector<kernels::KeySource>& sources, bool under_way) {
@@ -318,14 +334,16 @@ BackwardResult ring_backward(RingContext::State& state, IndexPlan& plan, const R
     params.dout = const_view(dout);
     params.lse = lse.const_data_ptr();
     params.delta = delta.const_data_ptr();
-    params.dq = view(dq);
+    if (dq.defined()) params.dq = view(dq);
     params.deterministic = state.options.deterministic;
   };
   {
     kernels::BackwardParams params;
     fill(params, {}, false);
-    compute_delta(launcher.backend(), params, dout, saved, held, delta);
+    compute_delta(launcher.backend(), params, saved, delta);
   }
+  saved = {};
+  dq = state_rows(state, call.q, held).zero_();
   const auto launch = [&](const std::vector<kernels::KeySource>& sources, bool under_way) {
     kernels::BackwardParams params;
     fill(params, sources, under_way);
@@ -349,13 +367,12 @@ BackwardResult ring_backward(RingContext::State& state, IndexPlan& plan, const R
     columns->add_gradient_buffers(slice, source, held);
     return source;
   };
-  RingPass pass(state, state.backward, slots);
   pass.run([&](const ring::Op& op) {
     std::vector<kernels::KeySource> sources = launcher.sources_of(op);
     const int beside = op.id == with_columns ? columns->num_slices_beside_shards() : 0;
     for (int slice = 0; slice < beside; ++slice) sources.push_back(gathered(slice));
     auto stretch = state.begin_stretch(device);
-    launch(sources, pass.is_transferring() || (columns && columns->is_transferring()));
+    launch(sources, pass.needs_multiprocessors() || (columns && columns->needs_multiprocessors()));
     state.end_stretch(std::move(stretch), "backward", op.ring_step,
                       launcher.pairs_of(op) + (beside > 0 ? launcher.exchanged_column_pairs() : 0));
     if (beside == 0) return;
@@ -373,6 +390,11 @@ BackwardResult ring_backward(RingContext::State& state, IndexPlan& plan, const R
   at::Tensor& dk = slots.dk(state.backward.home_grad_slot);
   at::Tensor& dv = slots.dv(state.backward.home_grad_slot);
   if (columns) columns->add_reduced_to(dk, dv);
+  // Nothing reads them any more.
+  columns.reset();
+  slots.release_own();
+  call = {};
+  dout.reset();
   // Copies: the buffers belong to the next call.
   return {dq.to(dtype, false, true), dk.to(dtype, false, true), dv.to(dtype, false, true)};
 }
@@ -401,22 +423,43 @@ BackwardResult ring_backward(RingContext& context, const at::Tensor& dout, const
                              const at::Tensor& lse, const index::Index& index, double softmax_scale,
                              const at::Tensor& document_starts, const at::Tensor& out_residual) {
   IndexPlan plan = plan_of(context.state(), index);
-  return checked_backward(context.state(), plan, dout, q, k, v, {out, lse, out_residual},
+  return checked_backward(context.state(), plan, {dout, q, k, v, {out, lse, out_residual}},
                           softmax_scale, document_starts);
 }
 
-BackwardResult checked_backward(RingContext::State& state, IndexPlan& plan, const at::Tensor& dout,
-                                const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                                const ForwardResult& saved, double softmax_scale,
-                                const at::Tensor& document_starts) {
-  check_gradient_inputs(q, dout, saved);
-  const RingCall call =
-      checked_call(state, plan, "backward", q, k, v, softmax_scale, document_starts);
-  const at::Tensor dout_rows = without_padding(
-      state, q.is_cpu() || rows_are_aligned(dout) ? with_contiguous_rows(dout)
-                                                  : dout.clone(at::MemoryFormat::Contiguous));
-  return ring_backward(state, plan, call, dout_rows,
-                       {saved.out, saved.lse.contiguous(), saved.out_residual});
+BackwardResult checked_backward(RingContext::State& state, IndexPlan& plan, BackwardInputs inputs,
+                                double softmax_scale, const at::Tensor& document_starts) {
+  check_gradient_inputs(inputs.q, inputs.dout, inputs.saved);
+  RingCall call = checked_call(state, plan, "backward", inputs.q, inputs.k, inputs.v, softmax_scale,
+                               document_starts);
+  at::Tensor dout = without_padding(state, call.q.is_cpu() || rows_are_aligned(inputs.dout)
+                                               ? with_contiguous_rows(inputs.dout)
+                                               : inputs.dout.clone(at::MemoryFormat::Contiguous));
+  ForwardResult saved = std::move(inputs.saved);
+  saved.lse = saved.lse.contiguous();
+  inputs = {};
+  return ring_backward(state, plan, std::move(call), std::move(dout), std::move(saved));
+}
+
+ForwardResult ring_forward(RingContext& context, const at::Tensor& q, const at::Tensor& k,
+                           const at::Tensor& v, const std::shared_ptr<const index::Index>& index,
+                           double softmax_scale, const at::Tensor& document_starts) {
+  RingContext::State& state = context.state();
+  const c10::DeviceGuard guard(q.device());
+  const std::shared_ptr<IndexPlan> plan =
+      state.plans.find_or_make(index, state.layout, state.cp_rank);
+  return ring_forward(
+      state, *plan, checked_call(state, *plan, "forward", q, k, v, softmax_scale, document_starts));
+}
+
+BackwardResult ring_backward(RingContext& context, BackwardInputs inputs,
+                             const std::shared_ptr<const index::Index>& index, double softmax_scale,
+                             const at::Tensor& document_starts) {
+  RingContext::State& state = context.state();
+  const c10::DeviceGuard guard(inputs.q.device());
+  const std::shared_ptr<IndexPlan> plan =
+      state.plans.find_or_make(index, state.layout, state.cp_rank);
+  return checked_backward(state, *plan, std::move(inputs), softmax_scale, document_starts);
 }
 
 }  // namespace mtraining::attention

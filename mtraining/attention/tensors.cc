@@ -96,6 +96,10 @@ bool rows_are_aligned(const at::Tensor& tensor) {
   return true;
 }
 
+at::Tensor with_aligned_rows(const at::Tensor& tensor) {
+  return rows_are_aligned(tensor) ? tensor : tensor.clone(at::MemoryFormat::Contiguous);
+}
+
 comm::ConstBuffer bytes_of(const at::Tensor& contiguous) {
   MT_ASSERT(contiguous.is_contiguous(), "a buffer for transport must be contiguous");
   return {contiguous.const_data_ptr(), static_cast<int64_t>(contiguous.nbytes())};

@@ -32,6 +32,8 @@ void* current_stream(at::Device device);
 /// True where rows of [B, S, H, D] are 16-byte aligned and so are steps from row to row, and tokens are not expanded: what tensor
 /// copies of a GPU read.
 bool rows_are_aligned(const at::Tensor& tensor);
+/// The tensor itself where they are, else a copy, even of one that is contiguous: then its memory begins at an odd place.
+at::Tensor with_aligned_rows(const at::Tensor& tensor);
 
 comm::ConstBuffer bytes_of(const at::Tensor& contiguous);
 comm::Buffer writable_bytes_of(at::Tensor& contiguous);

@@ -23,11 +23,12 @@ namespace ref {
 
 /// Attends to every source and merges into the state. Cost: 4 * D flops a pair.
 void forward(const ForwardParams& params);
-/// Adds dq, dk, dv. Cost: 10 * D flops a pair. Deterministic for a given params whatever the thread
-/// count.
+bool needs_out(const ForwardParams& params);
+/// Adds dq, dk, dv; refuses dq_rounded. Cost: 10 * D flops a pair. Deterministic for a given params
+/// whatever the thread count.
 void backward(const BackwardParams& params);
-/// delta[b, h, i] = sum_d dout * out, 0 where lse is -inf (out is then not read). out: state dtype.
-void delta(const BackwardParams& params, ConstView out, void* delta);
+/// delta[b, h, i] = sum_d dout * out, 0 where lse is -inf (out is then not read).
+void delta(const BackwardParams& params, const RoundedOut& out, void* delta);
 
 }  // namespace ref
 }  // namespace mtraining::kernels

@@ -62,6 +62,37 @@ int64_t workspace_bytes(Backend backend, const BackwardParams& params) {
   }
 }
 
+bool needs_out(Backend backend, const ForwardParams& params) {
+  switch (backend) {
+    case Backend::kRef:
+      return ref::needs_out(params);
+#ifdef MT_WITH_CUDA
+    case Backend::kSm80:
+      return sm80::needs_out(params);
+    case Backend::kSm90:
+      return sm90::needs_out(params);
+#endif
+    default:
+      refuse(backend);
+  }
+}
+
+bool rounds_dq(Backend backend, const BackwardParams& params) {
+  switch (backend) {
+    case Backend::kRef:
+      return false;
+#ifdef MT_WITH_CUDA
+    case Backend::kSm80:
+      return sm80::rounds_dq(params);
+    case Backend::kSm90:
+      return sm90::rounds_dq(params);
+#endif
+    default:
+      static_cast<void>(params);
+      refuse(backend);
+  }
+}
+
 void forward(Backend backend, const ForwardParams& params) {
   switch (backend) {
     case Backend::kRef:
@@ -92,7 +123,7 @@ void backward(Backend backend, const BackwardParams& params) {
   }
 }
 
-void delta(Backend backend, const BackwardParams& params, ConstView out, void* delta) {
+void delta(Backend backend, const BackwardParams& params, const RoundedOut& out, void* delta) {
   switch (backend) {
     case Backend::kRef:
       return ref::delta(params, out, delta);

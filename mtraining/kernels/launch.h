@@ -21,9 +21,14 @@ DeviceKind current_cuda_device();
 int64_t workspace_bytes(Backend backend, const ForwardParams& params);
 int64_t workspace_bytes(Backend backend, const BackwardParams& params);
 
+/// Whether the launch needs params.out even where params.rounded is given.
+bool needs_out(Backend backend, const ForwardParams& params);
+/// Whether the launch can write params.dq_rounded.
+bool rounds_dq(Backend backend, const BackwardParams& params);
+
 void forward(Backend backend, const ForwardParams& params);
 void backward(Backend backend, const BackwardParams& params);
-/// delta[b, h, i] = sum_d dout * out, 0 where lse is -inf. out: state dtype.
-void delta(Backend backend, const BackwardParams& params, ConstView out, void* delta);
+/// delta[b, h, i] = sum_d dout * out, 0 where lse is -inf.
+void delta(Backend backend, const BackwardParams& params, const RoundedOut& out, void* delta);
 
 }  // namespace mtraining::kernels

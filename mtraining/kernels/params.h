@@ -44,6 +44,9 @@ struct View {
   void* data = nullptr;
   int64_t stride_batch = 0, stride_token = 0, stride_head = 0;
 };
+constexpr ConstView const_of(const View& view) {
+  return {view.data, view.stride_batch, view.stride_token, view.stride_head};
+}
 
 /// Query block (sl, a) meets key block (sl - lambda, a - delta); see index/step_index.h.
 struct Entry {

@@ -2,6 +2,7 @@
 
 #include <limits>
 #include <string>
+#include <utility>
 
 #include "mtraining/base/check.h"
 
@@ -120,19 +121,37 @@ void check_attention(const AttentionParams& p, bool gradients) {
 
 }  // namespace
 
-void check(const ForwardParams& p) {
+bool needs_out(const ForwardParams& p, int64_t most_sources) {
+  return p.rounded.data == nullptr || !p.first || p.num_sources > most_sources;
+}
+
+void check(const ForwardParams& p, int64_t most_sources) {
   check_attention(p, false);
-  check_output(p.out, p.batch, p.num_queries, p.num_q_heads, false, "out");
+  if (needs_out(p, most_sources))
+    check_output(p.out, p.batch, p.num_queries, p.num_q_heads, false, "out");
+  MT_CHECK_ARG(p.residual.data == nullptr || p.rounded.data != nullptr,
+               "residual: expected null without rounded, got a pointer");
+  for (const auto& [name, view] : {std::pair{"rounded", &p.rounded}, {"residual", &p.residual}}) {
+    if (view->data != nullptr)
+      check_output(*view, p.batch, p.num_queries, p.num_q_heads, false, name);
+  }
   check_pointer(p.lse, p.batch * p.num_queries > 0, "lse");
 }
 
-void check(const BackwardParams& p) {
+void check(const BackwardParams& p, bool rounds_dq) {
   check_attention(p, true);
   const bool rows = p.batch * p.num_queries > 0;
   check_pointer(p.dout.data, rows, "dout");
   check_pointer(p.lse, rows, "lse");
   check_pointer(p.delta, rows, "delta");
-  check_output(p.dq, p.batch, p.num_queries, p.num_q_heads, false, "dq");
+  if (p.dq_rounded.data == nullptr) {
+    check_output(p.dq, p.batch, p.num_queries, p.num_q_heads, false, "dq");
+    return;
+  }
+  MT_CHECK_SUPPORTED(rounds_dq,
+                     "dq_rounded: expected null, got a pointer: here dq is summed in more than one "
+                     "go (parts added as they come, or more sources than one launch takes)");
+  check_output(p.dq_rounded, p.batch, p.num_queries, p.num_q_heads, false, "dq_rounded");
 }
 
 void check(const WindowParams& p) {
@@ -148,14 +167,14 @@ void check(const WindowParams& p) {
   check_pointer(p.k_block_starts, rows && p.num_keys > 0, "k_block_starts");
 }
 
-void check_delta(const BackwardParams& p, const ConstView& out, const void* delta) {
+void check_delta(const BackwardParams& p, const RoundedOut& out, const void* delta) {
   check_sizes(p.batch, p.num_q_heads, p.num_kv_heads, p.head_dim, p.dtype, p.position_stride,
               p.seq_len, p.softmax_scale);
   MT_CHECK_ARG(p.num_queries >= 0, "num_queries: expected >= 0, got ", p.num_queries);
   const bool rows = p.batch * p.num_queries > 0;
   check_pointer(p.dout.data, rows, "dout");
   check_pointer(p.lse, rows, "lse");
-  check_pointer(out.data, rows, "out");
+  check_pointer(out.rounded.data, rows, "out.rounded");
   check_pointer(delta, rows, "delta");
 }
 

@@ -16,11 +16,16 @@ inline constexpr int64_t kMaxHeadDim = 512;
 
 /// Sizes, pointers, strides, capacities: what can be seen without reading a list. Works for device
 /// memory.
-void check(const ForwardParams& params);
-void check(const BackwardParams& params);
+/// most_sources: that one launch of the back end's kernel takes.
+void check(const ForwardParams& params, int64_t most_sources);
+/// rounds_dq: whether the back end can write dq_rounded.
+void check(const BackwardParams& params, bool rounds_dq);
 void check(const WindowParams& params);
 /// What delta() reads and writes.
-void check_delta(const BackwardParams& params, const ConstView& out, const void* delta);
+void check_delta(const BackwardParams& params, const RoundedOut& out, const void* delta);
+
+/// Whether `out` is read or written: the launch is not the only one of its rows, or is several of the kernel.
+bool needs_out(const ForwardParams& params, int64_t most_sources);
 
 /// What the lists say: counts within capacity, entries, key blocks and positions strictly ascending
 /// and in range. Reads host memory. Cost: the length of the lists.

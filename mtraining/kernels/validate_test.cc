@@ -190,6 +190,49 @@ TEST(Validate, Pointers) {
       "dv:", [](Launch& l) { l.source.dv.data = nullptr; }, false, true);
 }
 
+TEST(Validate, RoundedResults) {
+  const auto round = [](Launch& l) {
+    l.f.rounded = l.f.out;
+    l.f.out = {};
+  };
+  {
+    Launch launch;
+    round(launch);
+    ref::forward(launch.f);
+    EXPECT_FALSE(launch.untouched());
+  }
+  // A launch that merges reads the float32 state.
+  expect_refused(
+      "out:",
+      [&](Launch& l) {
+        round(l);
+        l.f.first = false;
+      },
+      true, false);
+  expect_refused(
+      "residual:", [](Launch& l) { l.f.residual = l.f.out; }, true, false);
+  expect_refused(
+      "rounded:",
+      [&](Launch& l) {
+        round(l);
+        l.f.rounded.stride_head = 0;
+      },
+      true, false);
+  expect_refused(
+      "residual:",
+      [&](Launch& l) {
+        round(l);
+        l.f.residual = l.f.rounded;
+        l.f.residual.stride_token = 0;
+      },
+      true, false);
+  // Some back ends add parts of dq as they come, and so cannot round the sum.
+  expect_refused(
+      "dq_rounded:", [](Launch& l) { l.b.dq_rounded = l.b.dq; }, false, true);
+  Launch launch;
+  EXPECT_THROW(ref::delta(launch.b, {}, launch.delta.data()), InvalidArgument);
+}
+
 TEST(Validate, OutputsMayNotOverlap) {
   expect_refused(
       "out:", [](Launch& l) { l.f.out.stride_head = 0; }, true, false);

@@ -136,16 +136,18 @@ Attended attend(const AttendInputs& inputs) {
   Launch launch(inputs);
   const at::Tensor& q = inputs.q;
   const at::ScalarType held = attention::state_type(q.scalar_type());
-  at::Tensor out = at::empty(q.sizes(), held);
+  at::Tensor rounded = at::empty(q.sizes(), q.scalar_type());
   at::Tensor lse = at::empty({q.size(0), q.size(2), q.size(1)}, held);
   kernels::ForwardParams params;
   launch.fill(params);
-  params.out = attention::view(out);
+  params.rounded = attention::view(rounded);
   params.lse = lse.mutable_data_ptr();
+  at::Tensor residual = at::empty({0}, held);
+  if (held != q.scalar_type()) {
+    residual = at::empty(q.sizes(), q.scalar_type());
+    params.residual = attention::view(residual);
+  }
   kernels::ref::forward(params);
-  if (held == q.scalar_type()) return {out, lse, at::empty({0}, held)};
-  at::Tensor rounded = out.to(q.scalar_type());
-  at::Tensor residual = out.sub_(rounded).to(q.scalar_type());
   return {rounded, lse, residual};
 }
 
@@ -165,8 +167,13 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> attend_backward(const AttendInput
   at::Tensor dq = at::zeros(q.sizes(), held);
   at::Tensor dk = at::zeros(inputs.k.sizes(), held), dv = at::zeros(inputs.k.sizes(), held);
   const at::Tensor dout_rows = with_contiguous_rows(dout), lse_rows = attended.lse.contiguous();
-  const at::Tensor out_rows = with_contiguous_rows(
-      held == dtype ? attended.out : attended.out.to(held).add_(attended.out_residual));
+  const at::Tensor rounded = with_contiguous_rows(attended.out);
+  kernels::RoundedOut out = {const_view(rounded), {}};
+  at::Tensor residual;
+  if (held != dtype) {
+    residual = with_contiguous_rows(attended.out_residual);
+    out.residual = const_view(residual);
+  }
   at::Tensor delta = at::empty(lse_rows.sizes(), held);
 
   launch.source().dk = attention::view(dk);
@@ -177,7 +184,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> attend_backward(const AttendInput
   params.lse = lse_rows.const_data_ptr();
   params.delta = delta.const_data_ptr();
   params.dq = attention::view(dq);
-  kernels::ref::delta(params, const_view(out_rows), delta.mutable_data_ptr());
+  kernels::ref::delta(params, out, delta.mutable_data_ptr());
   kernels::ref::backward(params);
   return {dq.to(dtype), dk.to(dtype), dv.to(dtype)};
 }

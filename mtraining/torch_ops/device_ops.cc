@@ -27,11 +27,8 @@ namespace cuda = kernels::pattern_cuda;
 using attention::check_tensor;
 using attention::const_view;
 using attention::current_stream;
+using attention::with_aligned_rows;
 
-// A copy even where it is contiguous already: then its memory begins at an odd place.
-at::Tensor aligned(const at::Tensor& tensor) {
-  return attention::rows_are_aligned(tensor) ? tensor : tensor.clone(at::MemoryFormat::Contiguous);
-}
 at::Tensor bytes_on(at::Device device, int64_t bytes) {
   return at::empty({std::max<int64_t>(bytes, 256)},
                    at::TensorOptions().dtype(at::kByte).device(device));
@@ -152,9 +149,9 @@ class LaunchOnDevice {
     request.head_dim = q_.size(3);
     request.columns = true;
     backend_ = kernels::choose(request).backend;
-    q_ = aligned(q_);
-    k_ = aligned(k_);
-    v_ = aligned(v_);
+    q_ = with_aligned_rows(q_);
+    k_ = with_aligned_rows(k_);
+    v_ = with_aligned_rows(v_);
     stream_ = current_stream(device);
 
     const ListsOnDevice lists(inputs.index, batch, heads, seq_len, device);
@@ -266,8 +263,8 @@ struct SequenceOnDevice {
     layout.emplace(
         layout::LayoutOptions{.kind = layout::LayoutKind::kContiguous, .seq_len = seq_len});
     documents = shaped_document_starts(document_starts, given_q.size(0), seq_len, given_q.device());
-    q = aligned(given_q.detach());
-    k = aligned(given_k.detach());
+    q = with_aligned_rows(given_q.detach());
+    k = with_aligned_rows(given_k.detach());
     stream = current_stream(q.device());
     throw_reported(q.device());
     local.layout = &*layout;
@@ -399,19 +396,16 @@ Attended attend_on_device(const AttendInputs& inputs) {
   LaunchOnDevice launch(inputs, kernels::Direction::kForward);
   const at::Tensor& q = inputs.q;
   const at::TensorOptions held = q.options().dtype(at::kFloat);
-  at::Tensor out = at::empty(q.sizes(), held);
+  at::Tensor rounded = at::empty(q.sizes(), q.options()),
+             residual = at::empty(q.sizes(), q.options());
   at::Tensor lse = at::empty({q.size(0), q.size(2), q.size(1)}, held);
   kernels::ForwardParams params;
   launch.fill(params);
-  params.out = attention::view(out);
+  params.rounded = attention::view(rounded);
+  params.residual = attention::view(residual);
   params.lse = lse.mutable_data_ptr();
   const at::Tensor workspace = launch.give_workspace(params);
   kernels::forward(launch.backend(), params);
-  at::Tensor rounded = at::empty(q.sizes(), q.options()),
-             residual = at::empty(q.sizes(), q.options());
-  kernels::rounding_cuda::split(out.const_data_ptr<float>(), out.numel(), params.dtype,
-                                rounded.mutable_data_ptr(), residual.mutable_data_ptr(),
-                                launch.stream());
   return {rounded, lse, residual};
 }
 
@@ -431,13 +425,9 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> attend_backward_on_device(const A
   const at::TensorOptions held = q.options().dtype(at::kFloat);
   at::Tensor dq = at::zeros(q.sizes(), held);
   at::Tensor dk = at::zeros(inputs.k.sizes(), held), dv = at::zeros(inputs.k.sizes(), held);
-  const at::Tensor dout_rows = aligned(dout), lse_rows = attended.lse.contiguous();
-  const at::Tensor rounded = attended.out.contiguous(),
-                   residual = attended.out_residual.contiguous();
-  at::Tensor out = at::empty(q.sizes(), held);
-  kernels::rounding_cuda::join(rounded.const_data_ptr(), residual.const_data_ptr(), out.numel(),
-                               attention::kernel_dtype(q, "q"), out.mutable_data_ptr<float>(),
-                               launch.stream());
+  const at::Tensor dout_rows = with_aligned_rows(dout), lse_rows = attended.lse.contiguous();
+  const at::Tensor rounded = with_aligned_rows(attended.out),
+                   residual = with_aligned_rows(attended.out_residual);
   at::Tensor delta = at::empty(lse_rows.sizes(), held);
   launch.source().dk = attention::view(dk);
   launch.source().dv = attention::view(dv);
@@ -449,7 +439,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> attend_backward_on_device(const A
   params.dq = attention::view(dq);
   params.deterministic = at::globalContext().deterministicAlgorithms();
   const at::Tensor workspace = launch.give_workspace(params);
-  kernels::delta(launch.backend(), params, const_view(out), delta.mutable_data_ptr());
+  kernels::delta(launch.backend(), params, {const_view(rounded), const_view(residual)},
+                 delta.mutable_data_ptr());
   kernels::backward(launch.backend(), params);
   return {dq.to(dtype), dk.to(dtype), dv.to(dtype)};
 }

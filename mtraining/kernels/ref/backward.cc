@@ -250,7 +250,7 @@ class Backward {
 };
 
 template <typename T>
-void compute_delta(const BackwardParams& p, const ConstView& out, T* delta) {
+void compute_delta(const BackwardParams& p, const RoundedOut& out, T* delta) {
   const TileOps<T>& ops = tile_ops<T>();
   const int64_t depth = padded_depth(p.head_dim), num_q_blocks = blocks_of(p.num_queries);
   struct Tiles {
@@ -267,19 +267,25 @@ void compute_delta(const BackwardParams& p, const ConstView& out, T* delta) {
     const int64_t first = task % num_q_blocks * kBlock,
                   count = std::min<int64_t>(kBlock, p.num_queries - first);
     const T* lse = static_cast<const T*>(p.lse) + row * p.num_queries + first;
-    prefetch_block(p, out, state_dtype(p.dtype), batch, head, task % num_q_blocks + 1);
+    prefetch_block(p, out.rounded, p.dtype, batch, head, task % num_q_blocks + 1);
     prefetch_block(p, p.dout, p.dtype, batch, head, task % num_q_blocks + 1);
     int32_t rows[kTile];
     for (int64_t i = 0; i < kTile; ++i) {
       const bool empty = i >= count || lse[i] == -std::numeric_limits<T>::infinity();
       rows[i] = empty ? -1 : static_cast<int32_t>(first + i);
     }
-    ops.load_rows(state_dtype(p.dtype), head_of(out, batch, head, state_dtype(p.dtype)),
-                  out.stride_token, rows, kTile, p.head_dim, depth, s.rows);
-    ops.transpose_to_lanes(s.rows, depth, T{1}, s.out);
-    ops.load_rows(p.dtype, head_of(p.dout, batch, head, p.dtype), p.dout.stride_token, rows, kTile,
-                  p.head_dim, depth, s.rows);
-    ops.transpose_to_lanes(s.rows, depth, T{1}, s.dout);
+    const auto load = [&](const ConstView& view, Scratch<T>& to) {
+      ops.load_rows(p.dtype, head_of(view, batch, head, p.dtype), view.stride_token, rows, kTile,
+                    p.head_dim, depth, s.rows);
+      ops.transpose_to_lanes(s.rows, depth, T{1}, to);
+    };
+    load(out.rounded, s.out);
+    if (out.residual.data != nullptr) {
+      load(out.residual, s.dout);
+      T *sum = s.out, *rest = s.dout;
+      for (int64_t i = 0; i < kTile * depth; ++i) sum[i] += rest[i];
+    }
+    load(p.dout, s.dout);
     ops.lane_dots(depth, s.out, s.dout, s.sums);
     for (int64_t i = 0; i < count; ++i) delta[row * p.num_queries + first + i] = s.sums[i];
   });
@@ -288,7 +294,7 @@ void compute_delta(const BackwardParams& p, const ConstView& out, T* delta) {
 }  // namespace
 
 void backward(const BackwardParams& params) {
-  check(params);
+  check(params, /*rounds_dq=*/false);
   check_lists(params);
   if (params.dtype == DType::kFloat64) {
     Backward<double>(params).run();
@@ -297,7 +303,7 @@ void backward(const BackwardParams& params) {
   }
 }
 
-void delta(const BackwardParams& params, ConstView out, void* delta) {
+void delta(const BackwardParams& params, const RoundedOut& out, void* delta) {
   check_delta(params, out, delta);
   if (params.dtype == DType::kFloat64) {
     compute_delta(params, out, static_cast<double*>(delta));

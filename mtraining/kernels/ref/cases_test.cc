@@ -11,6 +11,8 @@
 
 #include "mtraining/base/rng.h"
 #include "mtraining/kernels/attention_kernels.h"
+#include "mtraining/kernels/ref/rounding.h"
+#include "mtraining/testing/rounding.h"
 
 namespace mtraining::kernels {
 namespace {
@@ -112,7 +114,7 @@ struct Small {
     p.lse = lse.data();
     p.delta = delta.data();
     p.dq = {dq.data(), queries * heads * dim, heads * dim, dim};
-    ref::delta(p, {out.data(), queries * heads * dim, heads * dim, dim}, delta.data());
+    ref::delta(p, {{out.data(), queries * heads * dim, heads * dim, dim}, {}}, delta.data());
     ref::backward(p);
   }
 };
@@ -451,6 +453,63 @@ TEST(Cases, ColumnsAreHiddenByDiagonalsRowByRowWhereQueriesStraddleBlocks) {
     EXPECT_EQ(s.lse[i], hidden ? -kInf : std::log(2.0f)) << i;
     const float mean = (s.sources[0].v[3 * 16] + s.sources[0].v[40 * 16]) / 2;
     EXPECT_NEAR(s.out[i * 16], hidden ? 0.0f : mean, 1e-6) << i;
+  }
+}
+
+// Where all of a 16-bit type's numbers, the middles between them and their neighbours go.
+TEST(Cases, TheHostRoundsToTheNearestAndTiesToEven) {
+  for (uint32_t bits = 0; bits < 0x10000; ++bits) {
+    const auto half = static_cast<uint16_t>(bits);
+    for (const bool brain : {true, false}) {
+      const auto widen = [&](uint16_t x) {
+        return brain ? ref::from_bfloat16(x) : ref::from_float16(x);
+      };
+      const auto narrow = [&](float x) {
+        return brain ? ref::bfloat16_bits(x) : ref::float16_bits(x);
+      };
+      const float x = widen(half);
+      EXPECT_EQ(narrow(x), brain ? mtraining::testing::to_bf16(x) : mtraining::testing::to_fp16(x));
+      if (std::isnan(x)) {
+        EXPECT_TRUE(std::isnan(widen(narrow(x)))) << bits;
+        continue;
+      }
+      ASSERT_EQ(narrow(x), half) << bits;
+      const float above = widen(static_cast<uint16_t>(half + 1));
+      if ((bits & 0x7FFF) == 0x7FFF || !std::isfinite(x) || !std::isfinite(above)) continue;
+      const float middle = x + (above - x) / 2;
+      EXPECT_EQ(narrow(middle), half & 1 ? half + 1 : half) << bits;
+      EXPECT_EQ(narrow(std::nextafter(middle, x)), half) << bits;
+      EXPECT_EQ(narrow(std::nextafter(middle, above)), half + 1) << bits;
+    }
+  }
+  EXPECT_EQ(ref::float16_bits(65519.996f), 0x7BFF);
+  EXPECT_EQ(ref::float16_bits(65520.0f), 0x7C00);
+}
+
+// The result in 16 bits needs no float32 rows; without any source, or with nothing to merge, it is what was there.
+TEST(Cases, TheRoundedResultOfALaunchThatSeesNothing) {
+  for (const bool first : {true, false}) {
+    Small s;
+    s.set_queries(70, 0);
+    fill_normal(s.out, 5);
+    std::fill(s.lse.begin(), s.lse.end(), 1.0f);
+    std::vector<uint16_t> rounded(s.out.size(), 7), residual(rounded);
+    ForwardParams p;
+    s.fill(p);
+    p.dtype = DType::kBFloat16;
+    p.first = first;
+    if (!first) p.out = {s.out.data(), 70 * 16, 16, 16};
+    p.rounded = {rounded.data(), 70 * 16, 16, 16};
+    p.residual = {residual.data(), 70 * 16, 16, 16};
+    p.lse = s.lse.data();
+    ref::forward(p);
+    for (size_t i = 0; i < rounded.size(); ++i) {
+      const float x = first ? 0.0f : s.out[i];
+      const uint16_t near = mtraining::testing::to_bf16(x);
+      ASSERT_EQ(rounded[i], near);
+      ASSERT_EQ(residual[i], mtraining::testing::to_bf16(x - mtraining::testing::from_bf16(near)));
+    }
+    expect_all(s.lse, first ? -kInf : 1.0f);
   }
 }
 

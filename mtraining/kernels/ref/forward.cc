@@ -9,6 +9,7 @@
 #include "mtraining/base/parallel.h"
 #include "mtraining/kernels/attention_kernels.h"
 #include "mtraining/kernels/merge_row.h"
+#include "mtraining/kernels/ref/rounding.h"
 #include "mtraining/kernels/ref/tile_ops.h"
 #include "mtraining/kernels/ref/walk.h"
 #include "mtraining/kernels/validate.h"
@@ -58,8 +59,9 @@ class Forward {
     const int64_t row = batch * p_.num_q_heads + head;
     make_query_tile(p_, batch, q_block, s.q);
     prefetch_block(p_, p_.q, p_.dtype, batch, head, q_block - 1);  // the next task
-    prefetch_block(p_, {p_.out.data, p_.out.stride_batch, p_.out.stride_token, p_.out.stride_head},
-                   state_dtype(p_.dtype), batch, head, q_block);
+    if (ref::needs_out(p_)) {
+      prefetch_block(p_, const_of(p_.out), state_dtype(p_.dtype), batch, head, q_block);
+    }
     for (int i = 0; i < kTile; ++i) {
       s.row_max[i] = -std::numeric_limits<T>::infinity();
       s.row_sum[i] = 0;
@@ -99,31 +101,49 @@ class Forward {
     finish(batch, head, loaded, s);
   }
 
-  /// Normalises the sums and writes them, or merges them into what is there.
+  /// Normalises the sums and writes them, or merges them into what is there; or gives the rounded result of both.
   void finish(int64_t batch, int64_t head, bool any, ForwardScratch<T>& s) const {
     constexpr T kEmpty = -std::numeric_limits<T>::infinity();
-    if (!any && !p_.first) return;
+    const bool rounds = p_.rounded.data != nullptr;
+    if (!any && !p_.first && !rounds) return;
     if (any) {
       for (int i = 0; i < kTile; ++i) s.rescale[i] = s.row_sum[i] == 0 ? T{1} : s.row_sum[i];
       ops_.transpose_to_rows(s.out_lanes, depth_, s.rescale, s.rows);
     }
-    T* out = head_of<T>(p_.out, batch, head) + s.q.first * p_.out.stride_token;
     T* lse = static_cast<T*>(p_.lse) + (batch * p_.num_q_heads + head) * p_.num_queries + s.q.first;
-    for (int i = 0; i < s.q.num_rows; ++i, out += p_.out.stride_token) {
+    for (int i = 0; i < s.q.num_rows; ++i) {
       const bool empty = !any || s.row_sum[i] == 0;
       const T row_lse = empty ? kEmpty : s.row_max[i] + std::log(s.row_sum[i]);
       const T* row_out = s.rows + i * depth_;
+      const T* state = nullptr;
+      if (!p_.first || !rounds)
+        state = head_of<T>(p_.out, batch, head) + (s.q.first + i) * p_.out.stride_token;
+      // Where the result goes as it is; q's lanes are done with.
+      T* out = rounds ? static_cast<T*>(s.q_lanes) : const_cast<T*>(state);
       if (!p_.first) {
+        if (rounds) std::copy(state, state + p_.head_dim, out);
         merge_row(p_.head_dim, out, lse + i, row_out, row_lse);
-        continue;
-      }
-      if (empty) {
-        std::fill(out, out + p_.head_dim, T{0});
       } else {
-        std::copy(row_out, row_out + p_.head_dim, out);
+        if (empty) {
+          std::fill(out, out + p_.head_dim, T{0});
+        } else {
+          std::copy(row_out, row_out + p_.head_dim, out);
+        }
+        lse[i] = row_lse;
       }
-      lse[i] = row_lse;
+      if (rounds) {
+        round_row(out, p_.head_dim, p_.dtype, row_of(p_.rounded, batch, head, s.q.first + i),
+                  row_of(p_.residual, batch, head, s.q.first + i));
+      }
     }
+  }
+
+  /// A row of dtype; null where the view is.
+  void* row_of(const View& view, int64_t batch, int64_t head, int64_t token) const {
+    if (view.data == nullptr) return nullptr;
+    return static_cast<char*>(view.data) +
+           (batch * view.stride_batch + head * view.stride_head + token * view.stride_token) *
+               size_of(p_.dtype);
   }
 
   const ForwardParams& p_;
@@ -134,8 +154,12 @@ class Forward {
 
 }  // namespace
 
+bool needs_out(const ForwardParams& params) {
+  return kernels::needs_out(params, std::numeric_limits<int>::max());
+}
+
 void forward(const ForwardParams& params) {
-  check(params);
+  check(params, std::numeric_limits<int>::max());
   check_lists(params);
   if (params.dtype == DType::kFloat64) {
     Forward<double>(params).run();

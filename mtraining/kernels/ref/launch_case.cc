@@ -55,6 +55,12 @@ double fetch(DType dtype, const uint8_t* from) {
                                    : mtraining::testing::from_fp16(bits);
 }
 
+double round_to(DType dtype, double value) {
+  uint8_t bytes[sizeof(double)];
+  store(dtype, bytes, value);
+  return fetch(dtype, bytes);
+}
+
 }  // namespace
 
 mtraining::testing::Precision precision_of(DType dtype) {
@@ -204,7 +210,8 @@ mtraining::testing::Mask LaunchCase::mask() const {
 struct LaunchCase::Rank {
   std::vector<int64_t> positions;
   std::vector<int32_t> block_starts, document_start;
-  std::unique_ptr<GuardedTensor> q, k, v, dout, out, dq, dk, dv;
+  std::unique_ptr<GuardedTensor> q, k, v, dout, out, state, rounded, residual, dq, dq_rounded, dk,
+      dv;
   std::vector<double> lse64, delta64;
   std::vector<float> lse32, delta32;
 };
@@ -223,7 +230,11 @@ void LaunchCase::make_rank(int r, Rank& rank) const {
   rank.v = tensor(o.num_kv_heads, o.dtype, kNan);
   rank.dout = tensor(o.num_q_heads, o.dtype, kNan);
   rank.out = tensor(o.num_q_heads, state, kNan);
+  rank.state = tensor(o.num_q_heads, state, kNan);
+  rank.rounded = tensor(o.num_q_heads, o.dtype, kNan);
+  rank.residual = tensor(o.num_q_heads, o.dtype, kNan);
   rank.dq = tensor(o.num_q_heads, state, 0);
+  rank.dq_rounded = tensor(o.num_q_heads, o.dtype, kNan);
   rank.dk = tensor(o.num_kv_heads, state, 0);
   rank.dv = tensor(o.num_kv_heads, state, 0);
   for (int64_t b = 0; b < o.batch; ++b) {
@@ -267,7 +278,7 @@ class RefBackend : public Backend {
   void backward(const BackwardParams& params, std::span<const MemoryRange>) override {
     ref::backward(params);
   }
-  void delta(const BackwardParams& params, const ConstView& out, void* delta,
+  void delta(const BackwardParams& params, const RoundedOut& out, void* delta,
              std::span<const MemoryRange>) override {
     ref::delta(params, out, delta);
   }
@@ -404,7 +415,11 @@ mtraining::testing::Solution LaunchCase::run(Backend& backend) {
                                        rank.q->range(),
                                        rank.dout->range(),
                                        rank.out->range(),
-                                       rank.dq->range()};
+                                       rank.state->range(),
+                                       rank.rounded->range(),
+                                       rank.residual->range(),
+                                       rank.dq->range(),
+                                       rank.dq_rounded->range()};
     if (o.expanded_dout && r > 0) memory.push_back(ranks[0].dout->range());
     for (int s = 0; s < world; ++s) {
       for (const MemoryRange& range :
@@ -440,18 +455,31 @@ mtraining::testing::Solution LaunchCase::run(Backend& backend) {
     const auto lse_at = [&](int64_t at) {
       return wide ? rank.lse64[at] : static_cast<double>(rank.lse32[at]);
     };
+    const auto lses = [&] {
+      return wide ? rank.lse64 : std::vector<double>(rank.lse32.begin(), rank.lse32.end());
+    };
 
-    ForwardParams f;
-    fill(f);
-    f.out = rank.out->view();
-    f.lse = lse;
     const size_t step = o.one_launch ? sources.size() : 1;
-    for (size_t s = 0; s < sources.size(); s += step) {
-      f.sources = sources.data() + s;
-      f.num_sources = static_cast<int>(step);
-      f.first = s == 0;
-      backend.forward(f, memory);
-    }
+    const auto attend = [&](const View& out, bool rounds) {
+      ForwardParams f;
+      fill(f);
+      f.lse = lse;
+      for (size_t s = 0; s < sources.size(); s += step) {
+        f.sources = sources.data() + s;
+        f.num_sources = static_cast<int>(step);
+        f.first = s == 0;
+        if (rounds && s + step >= sources.size()) {
+          f.rounded = rank.rounded->view();
+          f.residual = rank.residual->view();
+        }
+        f.out = backend.needs_out(f) ? out : View{};
+        backend.forward(f, memory);
+      }
+    };
+    attend(rank.out->view(), false);
+    const std::vector<double> first_lse = lses();
+    attend(rank.state->view(), true);
+    if (lses() != first_lse && broken_guard_.empty()) broken_guard_ = "lse of the rounded result";
     for (int64_t b = 0; b < o.batch; ++b) {
       for (int64_t t = 0; t < n; ++t) {
         const int64_t p = rank.positions[t];
@@ -464,11 +492,20 @@ mtraining::testing::Solution LaunchCase::run(Backend& backend) {
             broken_guard_ = "lse of a padding row";
           for (int64_t x = 0; x < d; ++x) {
             const double value = rank.out->get(b, t, h, x);
+            const double near = round_to(o.dtype, value);
+            if (rank.rounded->get(b, t, h, x) != near && broken_guard_.empty())
+              broken_guard_ = "rounded is not out rounded";
+            if (rank.residual->get(b, t, h, x) != round_to(o.dtype, value - near) &&
+                broken_guard_.empty())
+              broken_guard_ = "residual is not what rounding lost";
             if (p < o.layout.seq_len)
               result.out[((b * o.layout.seq_len + p) * heads + h) * d + x] = value;
             if (empty && value != 0 && broken_guard_.empty()) broken_guard_ = "out of an empty row";
             // What was saved for an empty row must not matter.
-            if (empty) rank.out->set(b, t, h, x, kNan);
+            if (empty) {
+              rank.rounded->set(b, t, h, x, kNan);
+              rank.residual->set(b, t, h, x, kNan);
+            }
             if (empty && !o.expanded_dout) rank.dout->set(b, t, h, x, kNan);
           }
         }
@@ -486,14 +523,44 @@ mtraining::testing::Solution LaunchCase::run(Backend& backend) {
     g.delta = delta;
     g.dq = rank.dq->view();
     g.deterministic = o.deterministic;
-    backend.delta(g, rank.out->const_view(), delta, memory);
+    backend.delta(g, {rank.rounded->const_view(), rank.residual->const_view()}, delta, memory);
     for (size_t s = 0; s < sources.size(); s += step) {
       g.sources = sources.data() + s;
       g.num_sources = static_cast<int>(step);
       backend.backward(g, memory);
     }
     note_guard("out", *rank.out);
+    note_guard("state", *rank.state);
+    note_guard("rounded", *rank.rounded);
+    note_guard("residual", *rank.residual);
     note_guard("dq", *rank.dq);
+    // Once more, into gradients of keys that nobody looks at.
+    g.sources = sources.data();
+    g.num_sources = static_cast<int>(sources.size());
+    if (backend.rounds_dq(g)) {
+      g.dq = {};
+      g.dq_rounded = rank.dq_rounded->view();
+      std::vector<GuardedTensor> kept;
+      for (const Rank& other : ranks) {
+        kept.push_back(*other.dk);
+        kept.push_back(*other.dv);
+      }
+      const GuardedTensor kept_cdk = cdk, kept_cdv = cdv;
+      backend.backward(g, memory);
+      for (int s = 0; s < world; ++s) {
+        *ranks[s].dk = kept[2 * s];
+        *ranks[s].dv = kept[2 * s + 1];
+      }
+      cdk = kept_cdk;
+      cdv = kept_cdv;
+      note_guard("dq_rounded", *rank.dq_rounded);
+      for (int64_t i = 0; i < o.batch * n * heads * d && o.one_launch; ++i) {
+        const int64_t b = i / d / heads / n, t = i / d / heads % n, h = i / d % heads, x = i % d;
+        if (rank.dq_rounded->get(b, t, h, x) != round_to(o.dtype, rank.dq->get(b, t, h, x)) &&
+            broken_guard_.empty())
+          broken_guard_ = "dq_rounded is not dq rounded";
+      }
+    }
     for (int64_t b = 0; b < o.batch; ++b) {
       for (int64_t t = 0; t < n; ++t) {
         for (int64_t x = 0; x < heads * d; ++x) {

@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "mtraining/index/index.h"
+#include "mtraining/kernels/attention_kernels.h"
 #include "mtraining/kernels/params.h"
 #include "mtraining/layout/layout.h"
 #include "mtraining/testing/comparator.h"
@@ -72,8 +73,11 @@ class Backend {
   virtual ~Backend() = default;
   virtual void forward(const ForwardParams& params, std::span<const MemoryRange> memory) = 0;
   virtual void backward(const BackwardParams& params, std::span<const MemoryRange> memory) = 0;
-  virtual void delta(const BackwardParams& params, const ConstView& out, void* delta,
+  virtual void delta(const BackwardParams& params, const RoundedOut& out, void* delta,
                      std::span<const MemoryRange> memory) = 0;
+  /// Whether backward can give dq in dtype.
+  virtual bool rounds_dq(const BackwardParams&) const { return false; }
+  virtual bool needs_out(const ForwardParams& params) const { return ref::needs_out(params); }
 };
 
 /// A tensor [B, S, H, D] in some memory order inside a guarded allocation.
@@ -102,10 +106,10 @@ class LaunchCase {
   const mtraining::testing::Problem& problem() const { return problem_; }
   mtraining::testing::Mask mask() const;
   /// All ranks forward, then backward, on the CPU. dout of empty rows and saved out of empty rows
-  /// hold NaN.
+  /// hold NaN. Where a launch can give its result in dtype, it must be the other result rounded.
   mtraining::testing::Solution run();
   mtraining::testing::Solution run(Backend& backend);
-  /// "" or what was overwritten.
+  /// "" or what was overwritten, or is not what it should be.
   const std::string& broken_guard() const { return broken_guard_; }
 
  private:

@@ -8,6 +8,7 @@
 
 #include <cstdint>
 
+#include "mtraining/kernels/device/rounded_rows.cuh"
 #include "mtraining/kernels/params.h"
 
 namespace mtraining::kernels::sm80 {
@@ -72,9 +73,11 @@ struct ForwardArgs : AttentionArgs {
   FloatRows out;
   float* lse;
   bool first;
-  bool vector_out;     // pairs of out are 8-byte aligned
-  int32_t group_rows;  // rows whose items are queued together
-  int32_t slots;       // of the ring of key and value tiles
+  bool vector_out;                     // pairs of out are 8-byte aligned
+  device::HalfRows rounded, residual;  // where `rounded` is given, out is only read
+  bool vector_rounded;                 // their rows start on 16 bytes
+  int32_t group_rows;                  // rows whose items are queued together
+  int32_t slots;                       // of the ring of key and value tiles
 };
 
 struct BackwardArgs : AttentionArgs {
@@ -82,9 +85,11 @@ struct BackwardArgs : AttentionArgs {
   const float *lse, *delta;
   FloatRows dq;
   FloatRows dk[kMaxSources], dv[kMaxSources];
-  bool vector_dq;      // pairs of dq are 8-byte aligned
-  bool deterministic;  // sums of columns wait for their turn
-  int32_t stages;      // tiles of the walk held at a time: 1 or 2
+  bool vector_dq;               // pairs of dq are 8-byte aligned
+  device::HalfRows dq_rounded;  // where given, all that is written of dq
+  bool vector_rounded;          // its rows start on 16 bytes
+  bool deterministic;           // sums of columns wait for their turn
+  int32_t stages;               // tiles of the walk held at a time: 1 or 2
   // Items of the key pass: columns first, each tile once a (query head of its kv head, chunk of query blocks); then key blocks.
   int32_t first_item, num_items;
   int32_t num_column_items, column_tiles_all;  // tiles of all sources and (batch, kv head)
@@ -124,15 +129,13 @@ cudaError_t launch_prepare(const PrepareArgs& args, cudaStream_t stream);
 
 /// delta[b, h, i] = sum over d of dout * out; 0 where lse is -inf.
 struct DeltaArgs {
-  Rows dout;
-  const float* out;
-  int64_t out_stride_batch, out_stride_token, out_stride_head;
+  Rows dout, rounded, residual;  // residual null: zeros
   const float* lse;
   float* delta;
   int64_t batch, num_heads, num_queries;
   int32_t head_dim;
   bool bf16;
-  bool vectors;  // dout's rows start on 16 bytes, out's too
+  bool vectors;  // all rows start on 16 bytes
 };
 cudaError_t launch_delta(const DeltaArgs& args, cudaStream_t stream);
 

@@ -44,6 +44,8 @@ class DeviceBackend : public Backend {
     const DeviceMirror mirror(memory, p.workspace_bytes);
     mirror.translate(p, sources_);
     p.out = mirror.at(p.out);
+    p.rounded = mirror.at(p.rounded);
+    p.residual = mirror.at(p.residual);
     p.lse = mirror.at(static_cast<char*>(p.lse));
     sm80::forward(p);
     mirror.download();
@@ -56,20 +58,24 @@ class DeviceBackend : public Backend {
     sm80::backward(p);
     mirror.download();
   }
-  void delta(const BackwardParams& params, const ConstView& out, void* delta,
+  void delta(const BackwardParams& params, const RoundedOut& out, void* delta,
              std::span<const MemoryRange> memory) override {
     BackwardParams p = params;
     const DeviceMirror mirror(memory, 0);
     translate(mirror, p);
-    sm80::delta(p, mirror.at(out), mirror.at(static_cast<char*>(delta)));
+    sm80::delta(p, {mirror.at(out.rounded), mirror.at(out.residual)},
+                mirror.at(static_cast<char*>(delta)));
     mirror.download();
   }
+  bool rounds_dq(const BackwardParams& params) const override { return sm80::rounds_dq(params); }
+  bool needs_out(const ForwardParams& params) const override { return sm80::needs_out(params); }
 
  protected:
   void translate(const DeviceMirror& mirror, BackwardParams& p) {
     mirror.translate(p, sources_);
     p.dout = mirror.at(p.dout);
     p.dq = mirror.at(p.dq);
+    p.dq_rounded = mirror.at(p.dq_rounded);
     p.lse = mirror.at(static_cast<const char*>(p.lse));
     p.delta = mirror.at(static_cast<const char*>(p.delta));
   }

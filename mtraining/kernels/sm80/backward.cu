@@ -75,6 +75,8 @@ class Range {
     args_.delta = static_cast<const float*>(p.delta);
     args_.dq = float_rows_of(p.dq);
     args_.vector_dq = pairs_aligned(args_.dq);
+    args_.dq_rounded = device::half_rows_of(p.dq_rounded);
+    args_.vector_rounded = device::rows_are_aligned(const_of(p.dq_rounded));
     args_.deterministic = p.deterministic;
     args_.chunk_blocks = kChunkBlocks;
     args_.num_chunks = (args_.num_q_blocks + kChunkBlocks - 1) / kChunkBlocks;
@@ -156,16 +158,23 @@ int64_t backward_workspace_bytes(const BackwardParams& p) {
   return kCounterBytes + bounds_bytes(p) + turns_of(p) * static_cast<int64_t>(sizeof(int32_t));
 }
 
+bool rounds_dq(const BackwardParams& params) { return params.num_sources <= kMaxSources; }
+
 void backward(const BackwardParams& params) {
-  check(params);
+  check(params, rounds_dq(params));
   check_attention(params, "sm80 backward", backward_workspace_bytes(params));
   if (params.batch == 0 || params.num_queries == 0) return;
   const DeviceSizes device = device_sizes();
-  for (int first = 0; first < params.num_sources; first += kMaxSources)
-    Range(params, first, std::min(first + kMaxSources, params.num_sources), device).run();
+  // Without any source dq_rounded is still to be written.
+  int first = 0;
+  do {
+    const int last = std::min(first + kMaxSources, params.num_sources);
+    Range(params, first, last, device).run();
+    first = last;
+  } while (first < params.num_sources);
 }
 
-void delta(const BackwardParams& params, ConstView out, void* delta) {
+void delta(const BackwardParams& params, const RoundedOut& out, void* delta) {
   check_delta(params, out, delta);
   MT_CHECK_SUPPORTED(params.dtype == DType::kBFloat16 || params.dtype == DType::kFloat16,
                      "sm80 delta: expected bf16 or fp16, got dtype code ",
@@ -173,10 +182,8 @@ void delta(const BackwardParams& params, ConstView out, void* delta) {
   if (params.batch == 0 || params.num_queries == 0) return;
   DeltaArgs args;
   args.dout = rows_of(params.dout, params.dtype);
-  args.out = static_cast<const float*>(out.data);
-  args.out_stride_batch = out.stride_batch;
-  args.out_stride_token = out.stride_token;
-  args.out_stride_head = out.stride_head;
+  args.rounded = rows_of(out.rounded, params.dtype);
+  args.residual = rows_of(out.residual, params.dtype);
   args.lse = static_cast<const float*>(params.lse);
   args.delta = static_cast<float*>(delta);
   args.batch = params.batch;
@@ -184,7 +191,8 @@ void delta(const BackwardParams& params, ConstView out, void* delta) {
   args.num_queries = params.num_queries;
   args.head_dim = static_cast<int32_t>(params.head_dim);
   args.bf16 = params.dtype == DType::kBFloat16;
-  args.vectors = rows_aligned(args.dout) && rows_aligned(rows_of(out, DType::kFloat32));
+  args.vectors =
+      rows_aligned(args.dout) && rows_aligned(args.rounded) && rows_aligned(args.residual);
   check_cuda(launch_delta(args, static_cast<cudaStream_t>(params.stream)), "launching delta");
 }
 

@@ -23,8 +23,10 @@ int64_t backward_workspace_bytes(const BackwardParams& params);
 
 /// delta: of delta().
 void backward(const BackwardParams& params);
+/// Whether dq_rounded can be written: over at most 32 sources.
+bool rounds_dq(const BackwardParams& params);
 
-/// delta[b, h, i] = sum_d dout * out, 0 where lse is -inf (out is then not read). out, delta: float32. Needs no workspace.
-void delta(const BackwardParams& params, ConstView out, void* delta);
+/// delta[b, h, i] = sum_d dout * out, 0 where lse is -inf (out is then not read). Needs no workspace.
+void delta(const BackwardParams& params, const RoundedOut& out, void* delta);
 
 }  // namespace mtraining::kernels::sm80

@@ -115,8 +115,20 @@ struct BackwardQueries {
     const int64_t batch = row / args.num_heads, head = row % args.num_heads;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      if (lse[r] == INFINITY) continue;
       const int64_t token = q_block * 64 + 16 * warp + lane / 4 + 8 * r;
+      const bool none = lse[r] == INFINITY;
+      if (args.dq_rounded.data != nullptr) {
+        device::store_rounded<Element, Shape::kSummed>(
+            args.dq_rounded.row(batch, token, head) + half * Shape::kSummed, nullptr,
+            token < args.num_queries, args.head_dim - half * Shape::kSummed, args.vector_rounded,
+            lane, [&](int j) {
+              return none ? make_float2(0, 0)
+                          : make_float2(dq[4 * j + 2 * r] * args.scale,
+                                        dq[4 * j + 2 * r + 1] * args.scale);
+            });
+        continue;
+      }
+      if (none) continue;
       float* at = args.dq.data + batch * args.dq.stride_batch + token * args.dq.stride_token +
                   head * args.dq.stride_head + half * Shape::kSummed + 2 * (lane % 4);
 #pragma unroll
@@ -153,7 +165,7 @@ struct BackwardQueries {
       }
       compute(i);
     }
-    if (list.built() > 0) store();
+    if (list.built() > 0 || args.dq_rounded.data != nullptr) store();
     copy_async_wait<0>();
   }
 

@@ -14,6 +14,15 @@ __device__ __forceinline__ float widen(uint16_t x, bool bf16) {
   return bf16 ? __bfloat162float(__ushort_as_bfloat16(x)) : __half2float(__ushort_as_half(x));
 }
 
+__device__ __forceinline__ void load(uint16_t (&to)[8], const uint16_t* from, bool aligned) {
+  if (aligned) {
+    *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(from);
+    return;
+  }
+#pragma unroll
+  for (int e = 0; e < 8; ++e) to[e] = from[e];
+}
+
 __global__ void __launch_bounds__(kThreads) delta(const DeltaArgs args) {
   const int64_t rows = args.batch * args.num_queries * args.num_heads;
   const int lane = threadIdx.x % kLanes;
@@ -23,30 +32,25 @@ __global__ void __launch_bounds__(kThreads) delta(const DeltaArgs args) {
     const int64_t head = i % args.num_heads, token = i / args.num_heads % args.num_queries,
                   batch = i / args.num_heads / args.num_queries;
     const int64_t at = (batch * args.num_heads + head) * args.num_queries + token;
-    const auto* dout = reinterpret_cast<const uint16_t*>(
-        args.dout.data + batch * args.dout.stride_batch + token * args.dout.stride_token +
-        head * args.dout.stride_head);
-    const float* out = args.out + batch * args.out_stride_batch + token * args.out_stride_token +
-                       head * args.out_stride_head;
+    const auto row_of = [&](const Rows& rows) {
+      return reinterpret_cast<const uint16_t*>(rows.data + batch * rows.stride_batch +
+                                               token * rows.stride_token + head * rows.stride_head);
+    };
+    const uint16_t *dout = row_of(args.dout), *rounded = row_of(args.rounded),
+                   *residual = row_of(args.residual);
     const bool empty = args.lse[at] == -INFINITY;
     float sum = 0;
     if (!empty) {
       for (int d = lane * 8; d < args.head_dim; d += kLanes * 8) {
-        alignas(16) uint16_t x[8];
-        alignas(16) float y[8];
-        if (args.vectors) {
-          *reinterpret_cast<uint4*>(x) = *reinterpret_cast<const uint4*>(dout + d);
-          *reinterpret_cast<float4*>(y) = *reinterpret_cast<const float4*>(out + d);
-          *reinterpret_cast<float4*>(y + 4) = *reinterpret_cast<const float4*>(out + d + 4);
-        } else {
+        alignas(16) uint16_t x[8], near[8], rest[8] = {};
+        load(x, dout + d, args.vectors);
+        load(near, rounded + d, args.vectors);
+        if (args.residual.data != nullptr) load(rest, residual + d, args.vectors);
 #pragma unroll
-          for (int e = 0; e < 8; ++e) {
-            x[e] = dout[d + e];
-            y[e] = out[d + e];
-          }
+        for (int e = 0; e < 8; ++e) {
+          sum = fmaf(widen(x[e], args.bf16), widen(near[e], args.bf16) + widen(rest[e], args.bf16),
+                     sum);
         }
-#pragma unroll
-        for (int e = 0; e < 8; ++e) sum = fmaf(widen(x[e], args.bf16), y[e], sum);
       }
     }
 #pragma unroll

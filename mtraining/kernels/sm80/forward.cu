@@ -48,6 +48,12 @@ void forward_range(const ForwardParams& p, int first, int last, bool write,
   args.lse = static_cast<float*>(p.lse);
   args.first = write;
   args.vector_out = pairs_aligned(args.out);
+  if (last == p.num_sources) {
+    args.rounded = device::half_rows_of(p.rounded);
+    args.residual = device::half_rows_of(p.residual);
+    args.vector_rounded = device::rows_are_aligned(const_of(p.rounded)) &&
+                          device::rows_are_aligned(const_of(p.residual));
+  }
   int64_t keys = 0;
   for (int s = first; s < last; ++s) keys += p.sources[s].num_keys;
   const bool large =
@@ -70,8 +76,10 @@ int64_t forward_workspace_bytes(const ForwardParams& params) {
   return kCounterBytes + bounds_bytes(params);
 }
 
+bool needs_out(const ForwardParams& params) { return kernels::needs_out(params, kMaxSources); }
+
 void forward(const ForwardParams& params) {
-  check(params);
+  check(params, kMaxSources);
   check_attention(params, "sm80 forward", forward_workspace_bytes(params));
   if (params.batch == 0 || params.num_queries == 0) return;
   const DeviceSizes device = device_sizes();

@@ -1,6 +1,6 @@
 // The forward kernel: a thread block takes items (one or two neighbouring query blocks of a head) until the queue is empty.
 //
-// In:   ForwardArgs. Out: out, lse. Next: one instantiation a file, forward_<dtype>_d<head_dim>.cu.
+// In:   ForwardArgs. Out: out (or its rounded form), lse. Next: one instantiation a file, forward_<dtype>_d<head_dim>.cu.
 //
 // Four warps; a warp has 16 rows of each query block, so keys and values read for one serve the other too. Tiles of keys and
 // values come through a ring of slots: while one is computed with, the others are on their way. Sums are rescaled only where a
@@ -243,44 +243,54 @@ struct Forward {
       sum += __shfl_xor_sync(~0u, sum, 2);
       const int inside = 16 * warp + lane / 4 + 8 * r;
       const int token = (q_block + kGroup) * 64 + inside;
-      if (token >= args.num_queries) continue;
+      const bool real = token < args.num_queries;
       const QueryBounds& bounds = list.bounds(kGroup);
       // A sum that is not a number is no empty row: it must show in out and lse.
       const bool none =
-          sum == 0 || bounds.first + inside * int64_t{args.position_stride} > bounds.last;
+          !real || sum == 0 || bounds.first + inside * int64_t{args.position_stride} > bounds.last;
       const float lse = (row_max[kGroup][r] * args.scale_log2 + log2f(sum)) * 0.69314718055994531f;
       float* lse_at = args.lse + int64_t{row} * args.num_queries + token;
-      float* out_at = args.out.data + batch * args.out.stride_batch +
-                      token * args.out.stride_token + head * args.out.stride_head + 2 * (lane % 4);
       float factor = none ? 0.0f : 1.0f / sum, factor_before = 0, after = none ? -INFINITY : lse;
       bool merged = false;
-      if (!args.first) {
-        if (none) continue;
+      if (!args.first && real) {
         const float before = *lse_at;
         if (before != -INFINITY) {
-          const float top = fmaxf(lse, before);
-          const float weight = expf(lse - top), weight_before = expf(before - top);
+          const float top = none ? before : fmaxf(lse, before);
+          const float weight = none ? 0.0f : expf(lse - top), weight_before = expf(before - top);
           const float total = weight + weight_before;
-          factor = weight / total / sum;
+          factor = none ? 0.0f : weight / total / sum;
           factor_before = weight_before / total;
-          after = top + logf(total);
+          after = none ? before : top + logf(total);
           merged = true;
         }
       }
-#pragma unroll
-      for (int j = 0; j < kD / 8; ++j) {
-        if (8 * j >= args.head_dim) break;
-        float x = none ? 0.0f : o[kGroup][4 * j + 2 * r] * factor;
-        float y = none ? 0.0f : o[kGroup][4 * j + 2 * r + 1] * factor;
-        float* at = out_at + 8 * j;
-        if (merged) {
-          x = fmaf(at[0], factor_before, x);
-          y = fmaf(at[1], factor_before, y);
+      float* out_at = args.out.data + batch * args.out.stride_batch +
+                      token * args.out.stride_token + head * args.out.stride_head + 2 * (lane % 4);
+      const auto pair = [&](int j) {
+        float2 x = none ? make_float2(0, 0)
+                        : make_float2(o[kGroup][4 * j + 2 * r] * factor,
+                                      o[kGroup][4 * j + 2 * r + 1] * factor);
+        if (merged && 8 * j < args.head_dim) {
+          const float* at = out_at + 8 * j;
+          x = make_float2(fmaf(at[0], factor_before, x.x), fmaf(at[1], factor_before, x.y));
         }
-        write_pair(at, x, y);
+        return x;
+      };
+      if (args.rounded.data != nullptr) {
+        device::store_rounded<Element, kD>(
+            args.rounded.row(batch, token, head),
+            args.residual.data == nullptr ? nullptr : args.residual.row(batch, token, head), real,
+            args.head_dim, args.vector_rounded, lane, pair);
+      } else if (real && (args.first || !none)) {
+#pragma unroll
+        for (int j = 0; j < kD / 8; ++j) {
+          if (8 * j >= args.head_dim) break;
+          const float2 x = pair(j);
+          write_pair(out_at + 8 * j, x.x, x.y);
+        }
       }
-      __syncwarp(0xFu << (lane & 28));  // the four lanes of the row have read it
-      if (lane % 4 == 0) *lse_at = after;
+      __syncwarp();  // the four lanes of the row have read it
+      if (real && lane % 4 == 0) *lse_at = after;
     }
   }
 

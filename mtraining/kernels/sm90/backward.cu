@@ -1,5 +1,6 @@
 // Checks and launches of the Hopper backward.
 #include <algorithm>
+#include <utility>
 
 #include "mtraining/base/check.h"
 #include "mtraining/kernels/sm90/backward.h"
@@ -12,8 +13,8 @@ namespace {
 constexpr int64_t kCounterBytes = 256;
 // As in the forward: keys beyond about half of L2, and the heads of one kv head are done before the next one's.
 constexpr int64_t kGroupAboveBytes = int64_t{24} << 20;
-constexpr int32_t kColumnQueryBlocks = 128;
-constexpr int64_t kStagesPerItem = 256;
+constexpr int64_t kColumnQueryBlocks = 128, kLeastColumnQueryBlocks = 32;
+constexpr int64_t kStagesPerItem = 256, kItemsPerSm = 8;
 
 int64_t blocks_of(int64_t tokens) { return (tokens + kBlock - 1) / kBlock; }
 
@@ -77,6 +78,7 @@ void check_params(const BackwardParams& p) {
         "sm90 backward: source ", s,
         ": CSR lists need their transpose (blocks.key_row_begin, blocks.query_blocks), got null");
   }
+  check_rounded_rows("dq_rounded", p.dq_rounded);
   const int64_t needed = backward_workspace_bytes(p);
   MT_CHECK_ARG(p.workspace != nullptr && p.workspace_bytes >= needed &&
                    reinterpret_cast<uintptr_t>(p.workspace) % 256 == 0,
@@ -176,6 +178,7 @@ void queries(const BackwardParams& p, const BackwardArgs& from, int64_t keys_byt
   args.dq_stride_batch = p.dq.stride_batch;
   args.dq_stride_token = p.dq.stride_token;
   args.dq_stride_head = p.dq.stride_head;
+  args.rounded = device::half_rows_of(p.dq_rounded);
   args.next_item = from.next_item + 1;
   check_cuda(
       query_launcher(p.dtype, p.head_dim)(args, num_sms, static_cast<cudaStream_t>(p.stream)),
@@ -183,17 +186,20 @@ void queries(const BackwardParams& p, const BackwardArgs& from, int64_t keys_byt
 }
 
 /// How many of the query heads of a kv head an item of key blocks walks. One after the other, SMs drift apart, and queries that
-/// neighbouring key blocks share leave L2 in between; items should still be long beside the storing of dk and dv.
-int32_t heads_per_item(const BackwardParams& p, int first, int last) {
+/// neighbouring key blocks share leave L2 in between; items should still be long beside the storing of dk and dv, and several an SM.
+/// items: with all of the heads.
+int32_t heads_per_item(const BackwardParams& p, int first, int last, int64_t items, int num_sms) {
+  const int64_t parts = (kItemsPerSm * num_sms + items - 1) / std::max<int64_t>(items, 1);
   const int64_t group = p.num_q_heads / p.num_kv_heads;
+  const int64_t most = std::max<int64_t>(1, group / std::max<int64_t>(parts, 1));
   int64_t stages = 1;  // of a head, at most
   for (int s = first; s < last; ++s) {
     const BlockLists& blocks = p.sources[s].blocks;
-    if (blocks.kind == BlockListKind::kCsr) return static_cast<int32_t>(group);  // not known here
+    if (blocks.kind == BlockListKind::kCsr) return static_cast<int32_t>(most);  // not known here
     if (blocks.kind == BlockListKind::kEntries) stages = std::max(stages, blocks.capacity + 1);
   }
   stages = std::min(stages, blocks_of(p.num_queries));
-  return static_cast<int32_t>(std::min(group, (kStagesPerItem + stages - 1) / stages));
+  return static_cast<int32_t>(std::min(most, (kStagesPerItem + stages - 1) / stages));
 }
 
 /// One launch over sources[first, last).
@@ -204,7 +210,9 @@ void backward_range(const BackwardParams& p, const Workspace& w, int first, int 
   args.q = tensor_map("q", p.q, p.dtype, p.head_dim, p.num_queries, p.num_q_heads, p.batch);
   args.dout =
       tensor_map("dout", p.dout, p.dtype, p.head_dim, p.num_queries, p.num_q_heads, p.batch);
-  args.dq = gradient_map("dq", p.dq, p.head_dim, p.num_queries, p.num_q_heads, p.batch);
+  const bool adds_dq = p.dq_rounded.data == nullptr;
+  if (adds_dq)
+    args.dq = gradient_map("dq", p.dq, p.head_dim, p.num_queries, p.num_q_heads, p.batch);
   args.num_sources = last - first;
   args.num_heads = static_cast<int32_t>(p.num_q_heads);
   args.heads_per_kv_head = static_cast<int32_t>(p.num_q_heads / p.num_kv_heads);
@@ -240,29 +248,39 @@ void backward_range(const BackwardParams& p, const Workspace& w, int first, int 
                                  source.dv.stride_batch,
                                  source.dv.stride_token,
                                  source.dv.stride_head};
-    if (source.blocks.kind != BlockListKind::kNone)
+    if (source.blocks.kind != BlockListKind::kNone && source.num_keys > 0) {
       block_pairs = std::max(block_pairs, (source.num_keys + 127) / 128);
-    if (source.columns.counts != nullptr)
+      args.block_sources[args.num_block_sources++] = static_cast<uint8_t>(s - first);
+    }
+    if (source.columns.counts != nullptr && source.columns.capacity > 0) {
       column_tiles = std::max(column_tiles, (source.columns.capacity + 127) / 128);
+      args.column_sources[args.num_column_sources++] = static_cast<uint8_t>(s - first);
+    }
   }
   // One item for all queries of a column tile gives one order of its sums. Otherwise short ones, last: long ones would leave SMs
   // idle at the end, or, first, leave the SMs' walks over key blocks out of step and their queries out of L2.
   args.columns_first = p.deterministic ? 1 : 0;
+  // Four items an SM where there are so few.
+  const int64_t for_four =
+      column_tiles * args.num_column_sources * rows * args.num_q_blocks / (4 * num_sms);
+  const int64_t column_q_blocks = std::clamp(for_four, kLeastColumnQueryBlocks, kColumnQueryBlocks);
   args.column_q_blocks =
-      p.deterministic ? args.num_q_blocks : std::min(args.num_q_blocks, kColumnQueryBlocks);
+      p.deterministic ? args.num_q_blocks
+                      : static_cast<int32_t>(std::min<int64_t>(args.num_q_blocks, column_q_blocks));
   const int64_t chunks = (args.num_q_blocks + args.column_q_blocks - 1) / args.column_q_blocks;
-  const int64_t column_items = column_tiles * args.num_sources * rows * chunks;
-  args.heads_per_item = p.deterministic ? args.heads_per_kv_head : heads_per_item(p, first, last);
+  const int64_t column_items = column_tiles * args.num_column_sources * rows * chunks;
+  const int64_t whole_items = block_pairs * args.num_block_sources * p.batch * p.num_kv_heads;
+  args.heads_per_item = p.deterministic ? args.heads_per_kv_head
+                                        : heads_per_item(p, first, last, whole_items, num_sms);
   args.head_parts = (args.heads_per_kv_head + args.heads_per_item - 1) / args.heads_per_item;
-  const int64_t items =
-      column_items + block_pairs * args.num_sources * p.batch * p.num_kv_heads * args.head_parts;
+  const int64_t items = column_items + whole_items * args.head_parts;
   MT_CHECK_SUPPORTED(items < (int64_t{1} << 31) - 4096,
                      "sm90 backward: expected fewer than 2^31 pairs of key blocks, got ", items);
   args.block_pairs = static_cast<int32_t>(block_pairs);
   args.column_tiles = static_cast<int32_t>(column_tiles);
   args.column_items = static_cast<int32_t>(column_items);
   args.num_items = static_cast<int32_t>(items);
-  if (items == 0) return;
+  if (items == 0 && adds_dq) return;
   PrepareArgs before;
   args.gathered_rows =
       static_cast<int32_t>(plan_sources(p, first, last, memory + w.gathered, args.sources,
@@ -272,9 +290,10 @@ void backward_range(const BackwardParams& p, const Workspace& w, int first, int 
   before.gathered_dk = parts ? args.gathered_dk : nullptr;
   before.gathered_dv = parts ? args.gathered_dv : nullptr;
   prepare(p, w, before);
-  check_cuda(launcher(p.dtype, p.head_dim)(args, !p.deterministic, num_sms,
-                                           static_cast<cudaStream_t>(p.stream)),
-             "launching");
+  if (items > 0)
+    check_cuda(launcher(p.dtype, p.head_dim)(args, !p.deterministic, num_sms,
+                                             static_cast<cudaStream_t>(p.stream)),
+               "launching");
   scatter(p, args, first, last);
   if (p.deterministic) queries(p, args, keys_bytes(p, first, last), num_sms);
 }
@@ -283,43 +302,37 @@ void backward_range(const BackwardParams& p, const Workspace& w, int first, int 
 
 int64_t backward_workspace_bytes(const BackwardParams& params) { return layout_of(params).bytes; }
 
+bool rounds_dq(const BackwardParams& params) {
+  return params.deterministic && params.num_sources <= kMaxSources;
+}
+
 void backward(const BackwardParams& params) {
-  check(params);
+  check(params, rounds_dq(params));
   check_params(params);
   if (params.batch == 0 || params.num_queries == 0) return;
   const int num_sms = multiprocessors(params);
   const Workspace workspace = layout_of(params);
-  for (int first = 0; first < params.num_sources; first += kMaxSources) {
-    backward_range(params, workspace, first, std::min(first + kMaxSources, params.num_sources),
-                   num_sms);
-  }
+  // Without any source dq_rounded is still to be written.
+  int first = 0;
+  do {
+    const int last = std::min(first + kMaxSources, params.num_sources);
+    backward_range(params, workspace, first, last, num_sms);
+    first = last;
+  } while (first < params.num_sources);
 }
 
-void delta(const BackwardParams& p, ConstView out, void* delta) {
+void delta(const BackwardParams& p, const RoundedOut& out, void* delta) {
   check_delta(p, out, delta);
   check_types(p);
   check_sizes(p);
   if (p.batch == 0 || p.num_queries == 0) return;
-  MT_CHECK_SUPPORTED(reinterpret_cast<uintptr_t>(out.data) % 16 == 0 && out.stride_batch % 4 == 0 &&
-                         out.stride_token % 4 == 0 && out.stride_head % 4 == 0,
-                     "out: expected 16-byte aligned memory and strides that are multiples of 4, "
-                     "got strides ",
-                     out.stride_batch, ", ", out.stride_token, ", ", out.stride_head);
-  MT_CHECK_SUPPORTED(reinterpret_cast<uintptr_t>(p.dout.data) % 8 == 0 &&
-                         p.dout.stride_batch % 4 == 0 && p.dout.stride_token % 4 == 0 &&
-                         p.dout.stride_head % 4 == 0,
-                     "dout: expected 8-byte aligned memory and strides that are multiples of 4, "
-                     "got strides ",
-                     p.dout.stride_batch, ", ", p.dout.stride_token, ", ", p.dout.stride_head);
+  for (const auto& [name, view] :
+       {std::pair{"dout", &p.dout}, {"out.rounded", &out.rounded}, {"out.residual", &out.residual}})
+    check_rounded_rows(name, *view);
   DeltaArgs args;
-  args.dout = p.dout.data;
-  args.out = static_cast<const float*>(out.data);
-  args.dout_stride_batch = p.dout.stride_batch;
-  args.dout_stride_token = p.dout.stride_token;
-  args.dout_stride_head = p.dout.stride_head;
-  args.out_stride_batch = out.stride_batch;
-  args.out_stride_token = out.stride_token;
-  args.out_stride_head = out.stride_head;
+  args.dout = p.dout;
+  args.rounded = out.rounded;
+  args.residual = out.residual;
   args.lse = static_cast<const float*>(p.lse);
   args.delta = static_cast<float*>(delta);
   args.num_heads = static_cast<int32_t>(p.num_q_heads);

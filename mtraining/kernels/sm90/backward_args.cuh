@@ -45,6 +45,9 @@ struct BackwardArgs {
   // blocks.
   int32_t heads_per_item, head_parts;
   int32_t column_items, num_items;
+  // Sources that have blocks; that have columns.
+  int32_t num_block_sources, num_column_sources;
+  uint8_t block_sources[kMaxSources], column_sources[kMaxSources];
   int32_t columns_first;  // in the queue, before blocks
   int32_t
       column_q_blocks;  // fewer than all: parts of gathered_dk and gathered_dv are added to what is there
@@ -69,7 +72,8 @@ cudaError_t launch_backward_fp16_d128(const BackwardArgs& args, bool with_querie
 cudaError_t launch_backward_fp16_d64(const BackwardArgs& args, bool with_queries, int num_sms,
                                      cudaStream_t stream);
 
-/// The walk by query blocks that computes dq in one order: the forward's arguments (out and lse unused) and what gradients need.
+/// The walk by query blocks that computes dq in one order: the forward's arguments (out and lse unused; `rounded`, where given, is dq
+/// in dtype and all that is written) and what gradients need.
 struct QueryArgs : ForwardArgs {
   CUtensorMap dout;
   int32_t dout_head_step, dout_batch_step;
@@ -123,10 +127,7 @@ cudaError_t launch_scatter_columns(const ScatterArgs& args, int64_t max_capacity
 
 /// delta[row, t] = sum over D of dout * out, 0 where lse is -inf.
 struct DeltaArgs {
-  const void* dout;
-  const float* out;
-  int64_t dout_stride_batch, dout_stride_token, dout_stride_head;
-  int64_t out_stride_batch, out_stride_token, out_stride_head;
+  ConstView dout, rounded, residual;  // residual null: zeros
   const float* lse;
   float* delta;
   int32_t num_heads, num_rows, num_queries;

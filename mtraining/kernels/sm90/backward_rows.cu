@@ -4,6 +4,7 @@
 
 #include <climits>
 
+#include "mtraining/kernels/device/rounded_rows.cuh"
 #include "mtraining/kernels/sm90/backward_args.cuh"
 #include "mtraining/kernels/sm90/gather_tile.cuh"
 
@@ -140,13 +141,19 @@ __global__ void __launch_bounds__(32 * kWarps)
   }
 }
 
-__device__ __forceinline__ float2 widen(__nv_bfloat162 x) { return __bfloat1622float2(x); }
-__device__ __forceinline__ float2 widen(__half2 x) { return __half22float2(x); }
+/// 8 values of a row.
+__device__ __forceinline__ uint4 load_eight(const ConstView& view, int64_t batch, int64_t token,
+                                            int64_t head, int lane) {
+  return __ldcs(reinterpret_cast<const uint4*>(
+                    static_cast<const uint16_t*>(view.data) + batch * view.stride_batch +
+                    token * view.stride_token + head * view.stride_head) +
+                lane);
+}
 
-/// kD / 4 lanes a row, each 4 values; neighbouring rows are the heads of a token, as they mostly lie in memory.
-template <typename Pair, int kD>
-__global__ void __launch_bounds__(256) compute_delta(const DeltaArgs args) {
-  constexpr int kLanes = kD / 4;
+/// kD / 8 lanes a row, each 8 values; neighbouring rows are the heads of a token, as they mostly lie in memory.
+template <typename Element, int kD>
+__global__ void __launch_bounds__(256) compute_delta(const __grid_constant__ DeltaArgs args) {
+  constexpr int kLanes = kD / 8;
   const int lane = threadIdx.x % kLanes;
   const int64_t unit = static_cast<int64_t>(blockIdx.x) * (256 / kLanes) + threadIdx.x / kLanes;
   const int64_t head = unit % args.num_heads, token = unit / args.num_heads % args.num_queries,
@@ -156,28 +163,31 @@ __global__ void __launch_bounds__(256) compute_delta(const DeltaArgs args) {
   const bool counts = real && args.lse[real ? at : 0] != -INFINITY;
   float sum = 0;
   if (counts) {
-    const float4 out = __ldcs(reinterpret_cast<const float4*>(
-                                  args.out + batch * args.out_stride_batch +
-                                  token * args.out_stride_token + head * args.out_stride_head) +
-                              lane);
-    const Pair* dout = static_cast<const Pair*>(args.dout) +
-                       (batch * args.dout_stride_batch + token * args.dout_stride_token +
-                        head * args.dout_stride_head) /
-                           2 +
-                       lane * 2;
-    const float2 a = widen(dout[0]), b = widen(dout[1]);
-    sum = fmaf(out.x, a.x, fmaf(out.y, a.y, fmaf(out.z, b.x, out.w * b.y)));
+    const uint4 dout = load_eight(args.dout, batch, token, head, lane),
+                near = load_eight(args.rounded, batch, token, head, lane);
+    uint4 rest = make_uint4(0, 0, 0, 0);
+    if (args.residual.data != nullptr) rest = load_eight(args.residual, batch, token, head, lane);
+    const auto add = [&](uint32_t gradient, uint32_t rounded, uint32_t residual) {
+      const float2 d = device::widen_pair<Element>(gradient),
+                   a = device::widen_pair<Element>(rounded),
+                   b = device::widen_pair<Element>(residual);
+      sum = fmaf(d.x, a.x + b.x, fmaf(d.y, a.y + b.y, sum));
+    };
+    add(dout.x, near.x, rest.x);
+    add(dout.y, near.y, rest.y);
+    add(dout.z, near.z, rest.z);
+    add(dout.w, near.w, rest.w);
   }
 #pragma unroll
   for (int i = kLanes / 2; i > 0; i /= 2) sum += __shfl_xor_sync(~0u, sum, i);
   if (real && lane == 0) args.delta[at] = sum;
 }
 
-template <typename Pair, int kD>
+template <typename Element, int kD>
 cudaError_t launch_delta_of(const DeltaArgs& args, cudaStream_t stream) {
   const int64_t units = static_cast<int64_t>(args.num_rows) * args.num_queries;
-  const int64_t each = 256 / (kD / 4);
-  compute_delta<Pair, kD>
+  const int64_t each = 256 / (kD / 8);
+  compute_delta<Element, kD>
       <<<static_cast<unsigned>((units + each - 1) / each), 256, 0, stream>>>(args);
   return cudaGetLastError();
 }
@@ -208,11 +218,11 @@ cudaError_t launch_scatter_columns(const ScatterArgs& args, int64_t max_capacity
 
 cudaError_t launch_delta(const DeltaArgs& args, DType dtype, int head_dim, cudaStream_t stream) {
   if (dtype == DType::kBFloat16) {
-    return head_dim == 128 ? launch_delta_of<__nv_bfloat162, 128>(args, stream)
-                           : launch_delta_of<__nv_bfloat162, 64>(args, stream);
+    return head_dim == 128 ? launch_delta_of<__nv_bfloat16, 128>(args, stream)
+                           : launch_delta_of<__nv_bfloat16, 64>(args, stream);
   }
-  return head_dim == 128 ? launch_delta_of<__half2, 128>(args, stream)
-                         : launch_delta_of<__half2, 64>(args, stream);
+  return head_dim == 128 ? launch_delta_of<__half, 128>(args, stream)
+                         : launch_delta_of<__half, 64>(args, stream);
 }
 
 }  // namespace mtraining::kernels::sm90

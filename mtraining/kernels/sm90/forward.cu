@@ -37,6 +37,8 @@ void check_params(const ForwardParams& p) {
                          p.out.stride_head % 2 == 0,
                      "out: expected 8-byte aligned memory and even strides, got strides ",
                      p.out.stride_batch, ", ", p.out.stride_token, ", ", p.out.stride_head);
+  check_rounded_rows("rounded", p.rounded);
+  check_rounded_rows("residual", p.residual);
   check_sizes(p);
   const int64_t needed = forward_workspace_bytes(p);
   MT_CHECK_ARG(p.workspace != nullptr && p.workspace_bytes >= needed &&
@@ -76,6 +78,10 @@ void forward_range(const ForwardParams& p, int first, int last, bool write, int 
   args.out_stride_head = p.out.stride_head;
   args.lse = static_cast<float*>(p.lse);
   args.first = write ? 1 : 0;
+  if (last == p.num_sources) {
+    args.rounded = device::half_rows_of(p.rounded);
+    args.residual = device::half_rows_of(p.residual);
+  }
   args.next_item = static_cast<int32_t*>(p.workspace);
 
   const int64_t gathered =
@@ -92,8 +98,10 @@ int64_t forward_workspace_bytes(const ForwardParams& params) {
          2 * most_gathered_rows(params) * params.batch * params.num_q_heads * params.head_dim * 2;
 }
 
+bool needs_out(const ForwardParams& params) { return kernels::needs_out(params, kMaxSources); }
+
 void forward(const ForwardParams& params) {
-  check(params);
+  check(params, kMaxSources);
   check_params(params);
   if (params.batch == 0 || params.num_queries == 0) return;
   const int num_sms = multiprocessors(params);

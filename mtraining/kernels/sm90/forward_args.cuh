@@ -9,6 +9,7 @@
 
 #include <cstdint>
 
+#include "mtraining/kernels/device/rounded_rows.cuh"
 #include "mtraining/kernels/params.h"
 #include "mtraining/kernels/sm90/source_args.cuh"
 
@@ -38,7 +39,8 @@ struct ForwardArgs {
   int64_t out_stride_batch, out_stride_token, out_stride_head;
   float* lse;
   int32_t first;
-  int32_t* next_item;  // the queue's counter, 0 at launch
+  device::HalfRows rounded, residual;  // where `rounded` is given, out is only read
+  int32_t* next_item;                  // the queue's counter, 0 at launch
 };
 
 /// Launches the kernel of one (dtype, head_dim).

@@ -1,6 +1,6 @@
 // A consumer warpgroup: 64 query rows against the stages that its notes say it needs.
 //
-// In:   queries, stages, notes in shared memory. Out: out, lse. Next: forward_kernel.cuh.
+// In:   queries, stages, notes in shared memory. Out: out (or its rounded form), lse. Next: forward_kernel.cuh.
 //
 // A consumer does the exponentials of one stage while the tensor cores compute S = Q K^T of its next and O += P V of the one before.
 // Row maxima are raised only where scores leave them more than 2^8 behind: the same stale maximum divides out, and rescaling O is rare.
@@ -8,6 +8,7 @@
 
 #include <climits>
 
+#include "mtraining/kernels/device/rounded_rows.cuh"
 #include "mtraining/kernels/sm90/forward_args.cuh"
 #include "mtraining/kernels/sm90/forward_shape.cuh"
 #include "mtraining/kernels/sm90/ptx.cuh"
@@ -225,6 +226,7 @@ struct Consumer {
 
   // ---- items ----
 
+  /// All lanes of the warp.
   __device__ __forceinline__ void store(const float (&o)[kD / 2], int row, int q_block) const {
     const int64_t batch = row / args.num_heads, head = row % args.num_heads;
 #pragma unroll
@@ -236,45 +238,54 @@ struct Consumer {
       top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
       top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
       const int token = q_block * 64 + 16 * warp + lane / 4 + 8 * r;
-      if (token >= args.num_queries) continue;
+      const bool real = token < args.num_queries;
       // A sum that is not a number is no empty row: it must show in out and lse.
       const bool none = sum == 0 || q_position[r] >= args.seq_len;
-      const float lse = (row_max[r] * args.scale_log2 + log2f(sum)) * 0.69314718055994531f;
+      float lse =
+          none ? -INFINITY : (row_max[r] * args.scale_log2 + log2f(sum)) * 0.69314718055994531f;
       float* lse_at = args.lse + static_cast<int64_t>(row) * args.num_queries + token;
       // Where one key has nearly all of the weight, out is its value and no rounding may show: the gradient's differences of dout * v
       // and dout * out cancel [Sm90Forward.AKeyWithNearlyAllTheWeightGivesItsValue]. So the largest counts as the products saw it.
       const float largest = exp2_approx(fmaf(top, args.scale_log2, -row_shift[r]));
       if (!none) sum += unpack_low<Element>(pack<Element>(largest, largest)) - largest;
+      float weight = none ? 0.0f : 1.0f / sum, weight_before = 0;
+      bool merged = false;
+      if (args.first == 0 && real) {
+        const float before = *lse_at;
+        if (before != -INFINITY) {
+          const float most = fmaxf(lse, before);
+          const float share = none ? 0.0f : expf(lse - most), share_before = expf(before - most);
+          const float total = share + share_before;
+          weight = none ? 0.0f : share / total / sum;
+          weight_before = share_before / total;
+          lse = none ? before : most + logf(total);
+          merged = true;
+        }
+      }
       float2* out_at =
           reinterpret_cast<float2*>(args.out + batch * args.out_stride_batch +
                                     token * args.out_stride_token + head * args.out_stride_head) +
           (lane & 3);
-      if (args.first != 0) {
-        const float factor = none ? 0.0f : 1.0f / sum;
-        if ((lane & 3) == 0) *lse_at = none ? -INFINITY : lse;
-#pragma unroll
-        for (int j = 0; j < kD / 8; ++j) {
-          __stcs(out_at + 4 * j,
-                 none ? make_float2(0, 0)
-                      : make_float2(o[4 * j + 2 * r] * factor, o[4 * j + 2 * r + 1] * factor));
+      const auto pair = [&](int j) {
+        float2 x = none ? make_float2(0, 0)
+                        : make_float2(o[4 * j + 2 * r] * weight, o[4 * j + 2 * r + 1] * weight);
+        if (merged) {
+          const float2 old = __ldcs(out_at + 4 * j);
+          x = make_float2(fmaf(old.x, weight_before, x.x), fmaf(old.y, weight_before, x.y));
         }
-      } else if (!none) {
-        const float before = *lse_at;
-        const float top = fmaxf(lse, before);
-        const float weight = expf(lse - top), weight_before = expf(before - top);
-        const float total = weight + weight_before;
-        const float factor = weight / total / sum, factor_before = weight_before / total;
-        const bool fresh = before == -INFINITY;
+        return x;
+      };
+      if (args.rounded.data != nullptr) {
+        device::store_rounded<Element, kD>(
+            args.rounded.row(batch, token, head),
+            args.residual.data == nullptr ? nullptr : args.residual.row(batch, token, head), real,
+            kD, true, lane, pair);
+      } else if (real && (args.first != 0 || !none)) {
 #pragma unroll
-        for (int j = 0; j < kD / 8; ++j) {
-          const float2 old = fresh ? make_float2(0, 0) : __ldcs(out_at + 4 * j);
-          __stcs(out_at + 4 * j,
-                 make_float2(fmaf(o[4 * j + 2 * r], factor, old.x * factor_before),
-                             fmaf(o[4 * j + 2 * r + 1], factor, old.y * factor_before)));
-        }
-        __syncwarp(0xFu << (lane & 28));  // the four lanes of the row have read it
-        if ((lane & 3) == 0) *lse_at = top + logf(total);
+        for (int j = 0; j < kD / 8; ++j) __stcs(out_at + 4 * j, pair(j));
       }
+      __syncwarp();  // the four lanes of the row have read it
+      if (real && (lane & 3) == 0) *lse_at = lse;
     }
   }
 

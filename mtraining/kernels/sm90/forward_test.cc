@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <memory>
 #include <string>
 #include <vector>
@@ -80,19 +81,56 @@ void run_case(const Case& c) {
     const std::unique_ptr<RankCase> made = whole.rank(rank);
     const std::vector<int64_t>& positions = made->positions;
     const int64_t n = static_cast<int64_t>(positions.size());
-    ForwardParams params = made->params;
-    const size_t step = c.launches == Launches::kOne ? made->sources.size() : 1;
-    for (size_t first = 0; first < made->sources.size(); first += step) {
-      params.sources = made->sources.data() + first;
-      params.num_sources = static_cast<int>(std::min(step, made->sources.size() - first));
-      params.first = first == 0;
-      const DeviceMemory workspace(forward_workspace_bytes(params));
-      params.workspace = workspace.get();
-      params.workspace_bytes = workspace.bytes();
-      forward(params);
-      check_device(cudaDeviceSynchronize(), "the kernel");
-    }
+    const auto run = [&](ForwardParams params, const View& rounded, const View& residual) {
+      const View out = params.out;
+      const size_t step = c.launches == Launches::kOne ? made->sources.size() : 1;
+      for (size_t first = 0; first < made->sources.size(); first += step) {
+        params.sources = made->sources.data() + first;
+        params.num_sources = static_cast<int>(std::min(step, made->sources.size() - first));
+        params.first = first == 0;
+        if (first + step >= made->sources.size()) {
+          params.rounded = rounded;
+          params.residual = residual;
+        }
+        params.out = needs_out(params) ? out : View{};
+        const DeviceMemory workspace(forward_workspace_bytes(params));
+        params.workspace = workspace.get();
+        params.workspace_bytes = workspace.bytes();
+        forward(params);
+        check_device(cudaDeviceSynchronize(), "the kernel");
+      }
+    };
+    run(made->params, {}, {});
     const std::vector<float> rank_out = made->out.read<float>(), rank_lse = made->lse.read<float>();
+    {
+      // The result in 16 bits is that result rounded, to the last bit, and what that loses.
+      const int64_t count = B * n * H * D;
+      const DeviceMemory state(count * 4), near((count + kGuardRows * D) * 2),
+          rest((count + kGuardRows * D) * 2);
+      ForwardParams params = made->params;
+      params.out.data = state.get();
+      const auto view = [&](const DeviceMemory& m) { return View{m.get(), n * H * D, H * D, D}; };
+      run(params, view(near), view(rest));
+      ASSERT_EQ(std::memcmp(made->lse.read<float>().data(), rank_lse.data(), 4 * rank_lse.size()),
+                0);
+      const bool half = c.dtype == DType::kFloat16;
+      const std::vector<uint16_t> got = near.read<uint16_t>(), lost = rest.read<uint16_t>();
+      for (int64_t i = 0; i < static_cast<int64_t>(got.size()); ++i) {
+        uint16_t right = 0xFFFF, right_rest = 0xFFFF;
+        if (i < count) {
+          right = half ? testing::to_fp16(rank_out[i]) : testing::to_bf16(rank_out[i]);
+          const float x =
+              rank_out[i] - (half ? testing::from_fp16(right) : testing::from_bf16(right));
+          right_rest = half ? testing::to_fp16(x) : testing::to_bf16(x);
+        }
+        ASSERT_EQ(got[i], right) << "rounded, element " << i << " of " << count;
+        ASSERT_EQ(lost[i], right_rest) << "residual, element " << i << " of " << count;
+      }
+      // Without the residual, the same.
+      const DeviceMemory alone((count + kGuardRows * D) * 2);
+      run(params, view(alone), {});
+      ASSERT_EQ(alone.read<uint16_t>(), got);
+    }
     for (int64_t i = B * n * H * D; i < static_cast<int64_t>(rank_out.size()); ++i)
       ASSERT_TRUE(std::isnan(rank_out[i]));
     for (int64_t i = B * H * n; i < static_cast<int64_t>(rank_lse.size()); ++i)

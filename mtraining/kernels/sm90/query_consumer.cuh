@@ -9,6 +9,7 @@
 #include <climits>
 #include <type_traits>
 
+#include "mtraining/kernels/device/rounded_rows.cuh"
 #include "mtraining/kernels/sm90/backward_args.cuh"
 #include "mtraining/kernels/sm90/forward_shape.cuh"
 #include "mtraining/kernels/sm90/ptx.cuh"
@@ -140,7 +141,17 @@ struct QueryConsumer {
     for (int r = 0; r < 2; ++r) {
       const int token = q_block * 64 + 16 * warp + lane / 4 + 8 * r;
       // Rows that see no key have no gradient, whatever their q and dout hold.
-      if (token >= args.num_queries || lse[r] == -INFINITY) continue;
+      const bool none = lse[r] == -INFINITY;
+      if (args.rounded.data != nullptr) {
+        device::store_rounded<Element, kD>(
+            args.rounded.row(batch, token, head), nullptr, token < args.num_queries, kD, true, lane,
+            [&](int j) {
+              return none ? make_float2(0, 0)
+                          : make_float2(dq[4 * j + 2 * r] * scale, dq[4 * j + 2 * r + 1] * scale);
+            });
+        continue;
+      }
+      if (token >= args.num_queries || none) continue;
       float* at = args.dq + batch * args.dq_stride_batch + token * args.dq_stride_token +
                   head * args.dq_stride_head + 2 * (lane & 3);
 #pragma unroll

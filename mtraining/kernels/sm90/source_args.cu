@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "mtraining/base/check.h"
+#include "mtraining/kernels/device/rounded_rows.cuh"
 #include "mtraining/kernels/sm90/source_args.cuh"
 
 namespace mtraining::kernels::sm90 {
@@ -154,6 +155,17 @@ int64_t keys_bytes(const AttentionParams& params, int first, int last) {
   int64_t keys = 0;
   for (int s = first; s < last; ++s) keys += params.sources[s].num_keys;
   return keys * params.batch * params.num_kv_heads * params.head_dim * size_of(params.dtype) * 2;
+}
+
+void check_rounded_rows(const char* name, const View& view) {
+  check_rounded_rows(name, const_of(view));
+}
+
+void check_rounded_rows(const char* name, const ConstView& view) {
+  MT_CHECK_SUPPORTED(device::rows_are_aligned(view), name,
+                     ": expected 16-byte aligned memory and strides that are multiples of 8, got "
+                     "strides ",
+                     view.stride_batch, ", ", view.stride_token, ", ", view.stride_head);
 }
 
 void check_sizes(const AttentionParams& p) {

@@ -73,6 +73,9 @@ CUtensorMap gradient_map(const char* name, const View& view, int64_t head_dim, i
 
 /// Bytes of keys and values in sources[first, last).
 int64_t keys_bytes(const AttentionParams& params, int first, int last);
+/// 16-bit rows that whole lanes read or write: 16-byte aligned. Null passes.
+void check_rounded_rows(const char* name, const ConstView& view);
+void check_rounded_rows(const char* name, const View& view);
 /// Limits of what this back end does, by name.
 void check_sizes(const AttentionParams& params);
 /// Rows of one head's gathered columns over sources[first, last), each source padded to whole blocks.
