@@ -7,6 +7,7 @@
 #include <array>
 #include <cmath>
 #include <cstring>
+#include <limits>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -82,8 +83,59 @@ void backward_of(RingContext& context, const at::Tensor& dout, const at::Tensor&
                  const std::shared_ptr<const index::Index>& index) {
   RingContext::State& state = context.state();
   const auto plan = state.plans.find_or_make(index, state.layout, state.cp_rank);
-  checked_backward(state, *plan, dout, q, k, v, forward, 0, {});
+  checked_backward(state, *plan, {dout, q, k, v, forward}, 0, {});
 }
+
+/// A forward that chooses its index.
+attention::ForwardResult chosen_forward(RingContext& context, const at::Tensor& q,
+                                        const at::Tensor& k, const at::Tensor& v,
+                                        const attention::AttentionPattern& pattern,
+                                        std::shared_ptr<const index::Index>& index) {
+  const at::NoGradGuard no_grad;
+  attention::AttentionCall call;
+  call.pattern = pattern;
+  const attention::AttentionOutput output =
+      attention::sparse_ring_attention(context, q, k, v, call);
+  index = output.index;
+  return {output.out, output.lse, output.out_residual};
+}
+
+/// Stretches of one direction of one repeat.
+struct Timeline {
+  struct Stretch {
+    std::string what;
+    int ring_step = 0;
+    int64_t begin_us = 0, end_us = 0;
+  };
+  std::vector<Stretch> stretches;
+
+  /// Time in which a transfer is under way, whatever else is.
+  double transferring_ms() const {
+    std::vector<std::pair<int64_t, int64_t>> transfers;
+    for (const Stretch& stretch : stretches) {
+      if (stretch.what.starts_with("transfer"))
+        transfers.emplace_back(stretch.begin_us, stretch.end_us);
+    }
+    std::sort(transfers.begin(), transfers.end());
+    int64_t sum = 0, until = std::numeric_limits<int64_t>::min();
+    for (const auto& [begin, end] : transfers) {
+      sum += std::max<int64_t>(0, end - std::max(begin, until));
+      until = std::max(until, end);
+    }
+    return static_cast<double>(sum) * 1e-3;
+  }
+  Json to_json() const {
+    int64_t origin = std::numeric_limits<int64_t>::max();
+    for (const Stretch& stretch : stretches) origin = std::min(origin, stretch.begin_us);
+    Json json = Json::array();
+    for (const Stretch& stretch : stretches) {
+      json.push_back({stretch.what, stretch.ring_step,
+                      static_cast<double>(stretch.begin_us - origin) * 1e-3,
+                      static_cast<double>(stretch.end_us - origin) * 1e-3});
+    }
+    return json;
+  }
+};
 
 /// Bytes by channel; "other" is what is on none: columns, index, agreements.
 std::map<std::string, int64_t> sent(const RingContext& context) {
@@ -178,6 +230,8 @@ std::vector<std::string> bench_ring(const RingBenchOptions& given, const Provena
   const AttentionSizes& sizes = options.sizes;
   check(sizes);
   MT_CHECK_ARG(options.repeats >= 1, "--repeats: expected at least 1, got ", options.repeats);
+  MT_CHECK_ARG(!options.whole_layer || options.given == nullptr,
+               "--layer: expected a choice (--p), got a given mask");
   MT_CHECK_ARG(options.warm_up >= 0, "--warm-up: expected at least 0, got ", options.warm_up);
   MT_CHECK_ARG(options.p >= 0 && options.p <= 1, "--p: expected a number in [0, 1], got ",
                options.p);
@@ -204,6 +258,7 @@ std::vector<std::string> bench_ring(const RingBenchOptions& given, const Provena
   std::vector<RankSeen> seen;
   std::vector<double> forward_host_ms, backward_host_ms;
   bool prints = false;
+  Json last_repeat;
   std::mutex mutex;
   run_ranks(options.place, topology, [&](comm::Transport& transport, at::Device device) {
     at::set_num_threads(1);
@@ -237,6 +292,12 @@ std::vector<std::string> bench_ring(const RingBenchOptions& given, const Provena
       if (host_ms != nullptr) host_ms->push_back(issued - begin);
     };
     std::string direction;
+    std::map<std::string, Timeline> timelines;  // of one repeat
+    const auto observed = [&] {
+      context.finish_observing();
+      const double ms = timelines[direction].transferring_ms();
+      if (ms > 0) mine.phase_ms[direction + " transferring"] += ms;
+    };
     for (int repeat = -options.warm_up; repeat < options.repeats; ++repeat) {
       const bool timed = repeat >= 0;
       if (repeat == 0) {
@@ -244,15 +305,23 @@ std::vector<std::string> bench_ring(const RingBenchOptions& given, const Provena
         mine.bytes_before = sent(context);
         if (options.breakdown || device.is_cpu()) {
           context.set_observer([&](const attention::StepTiming& timing) {
-            const std::string what = timing.what;
-            const bool split = what == "wait" || what == "columns";
-            mine.phase_ms[split ? direction + " " + what : what] +=
-                static_cast<double>(timing.end_us - timing.begin_us) * 1e-3;
+            std::string what = timing.what;
+            if (what == "transfer") {
+              what += concat(" ", timing.channel);
+            } else {
+              const bool split = what == "wait" || what == "columns";
+              mine.phase_ms[split ? direction + " " + what : what] +=
+                  static_cast<double>(timing.end_us - timing.begin_us) * 1e-3;
+            }
+            timelines[direction].stretches.push_back(
+                {what, timing.ring_step, timing.begin_us, timing.end_us});
           });
         }
       }
+      timelines.clear();
       std::shared_ptr<const index::Index> used = index;
-      if (used == nullptr) {
+      if (used == nullptr && !options.whole_layer) {
+        direction = "index";
         phase(timed ? &row.index : nullptr, nullptr, [&] {
           used = std::make_shared<index::Index>(
               chosen_together(context, q, k, pattern.vertical_slash));
@@ -260,13 +329,15 @@ std::vector<std::string> bench_ring(const RingBenchOptions& given, const Provena
       }
       attention::ForwardResult result;
       direction = "forward";
-      phase(timed ? &row.forward : nullptr, &forward_host_ms,
-            [&] { result = forward_of(context, q, k, v, used); });
-      context.finish_observing();
+      phase(timed ? &row.forward : nullptr, &forward_host_ms, [&] {
+        result = used ? forward_of(context, q, k, v, used)
+                      : chosen_forward(context, q, k, v, pattern, used);
+      });
+      observed();
       direction = "backward";
       phase(timed ? &row.backward : nullptr, &backward_host_ms,
             [&] { backward_of(context, dout, q, k, v, result, used); });
-      context.finish_observing();
+      observed();
       if (rank == 0) {
         const std::lock_guard lock(mutex);
         row.more["density"] = std::round(index::density(*used) * 1e5) / 1e5;
@@ -283,6 +354,8 @@ std::vector<std::string> bench_ring(const RingBenchOptions& given, const Provena
       const std::lock_guard lock(mutex);
       seen = all;
       prints = true;
+      for (const auto& [name, timeline] : timelines)
+        if (options.timeline) last_repeat[name] = timeline.to_json();
       row.more["launch_shards"] = context.options().launch_shards;
       row.more["prefetch_steps"] = context.options().prefetch_steps;
       row.more["sm_margin"] = context.options().sm_margin;
@@ -306,6 +379,7 @@ std::vector<std::string> bench_ring(const RingBenchOptions& given, const Provena
                     !index::union_too_large(*index, static_cast<int>(sizes.num_kv_heads));
   row.more[options.place.job != nullptr ? "topology" : "virtual"] = topology::to_string(topology);
   row.more["ring"] = ring::to_string(options.ring.ring);
+  if (options.whole_layer) row.more["index_in_forward"] = true;
   if (options.ring.ring == ring::RingKind::kHierarchical)
     row.more["inner"] = ring::to_string(options.ring.inner);
   row.more["layout"] = layout::to_string(layout.kind());
@@ -335,7 +409,7 @@ std::vector<std::string> bench_ring(const RingBenchOptions& given, const Provena
       const double each = ms / options.repeats;
       phase_sum[phase] += each;
       phase_max[phase] = std::max(phase_max[phase], each);
-      if (phase.find("wait") == std::string::npos) busy += each;
+      if (!phase.ends_with("wait") && !phase.ends_with("transferring")) busy += each;
     }
     busy_sum += busy;
     busy_max = std::max(busy_max, busy);
@@ -355,6 +429,16 @@ std::vector<std::string> bench_ring(const RingBenchOptions& given, const Provena
       row.more["outer_gb_per_s"] = options.place.outer_bytes_per_s * 1e-9;
   }
   std::vector<std::string> lines = {to_line(row, from)};
+  if (options.timeline) {
+    lines.push_back(Json{
+        {"case", "ring timeline"},
+        {"ring", row.more["ring"]},
+        {"topology", topology::to_string(topology)},
+        {"stretches", last_repeat},
+        {"unit", "ms"},
+        {"commit",
+         from.commit}}.dump());
+  }
   if (options.breakdown) {
     for (const auto& [phase, sum] : phase_sum) {
       lines.push_back(Json{

@@ -25,6 +25,8 @@ struct SavedCall : torch::CustomClassHolder {
   RingContext* context = nullptr;
   std::shared_ptr<const index::Index> index;
   std::shared_ptr<IndexPlan> plan;  ///< of a GPU's choice, in forward; then index is still null
+  std::unique_ptr<StartedForward>
+      started;  ///< whose transfers are under way since before the choice, or null
   double softmax_scale = 0;
   at::Tensor document_starts;  ///< not an input of the function: autograd refuses undefined ones
   ForwardResult
@@ -48,9 +50,12 @@ class SparseRingAttention : public torch::autograd::Function<SparseRingAttention
       const std::shared_ptr<IndexPlan> plan =
           saved->plan ? saved->plan
                       : state.plans.find_or_make(saved->index, state.layout, state.cp_rank);
-      result = ring_forward(state, *plan,
-                            checked_call(state, *plan, "forward", q, k, v, saved->softmax_scale,
-                                         saved->document_starts));
+      const std::unique_ptr<StartedForward> started =
+          saved->started ? std::move(saved->started)
+                         : std::make_unique<StartedForward>(
+                               state, checked_call(state, *plan, "forward", q, k, v,
+                                                   saved->softmax_scale, saved->document_starts));
+      result = ring_forward(state, *plan, *started);
     }
     graph->save_for_backward({q, k, v, result.out, result.lse, result.out_residual});
     graph->saved_data["call"] = c10::IValue::make_capsule(saved);
@@ -69,9 +74,10 @@ class SparseRingAttention : public torch::autograd::Function<SparseRingAttention
     RingContext::State& state = saved->context->state();
     const std::shared_ptr<IndexPlan> plan =
         state.plans.find_or_make(saved->index, state.layout, state.cp_rank);
-    const BackwardResult result = checked_backward(state, *plan, grads[0], tensors[0], tensors[1],
-                                                   tensors[2], {tensors[3], tensors[4], tensors[5]},
-                                                   saved->softmax_scale, saved->document_starts);
+    const BackwardResult result = checked_backward(
+        state, *plan,
+        {grads[0], tensors[0], tensors[1], tensors[2], {tensors[3], tensors[4], tensors[5]}},
+        saved->softmax_scale, saved->document_starts);
     return {result.dq, result.dk, result.dv, at::Tensor()};
   }
 };
@@ -142,6 +148,26 @@ pattern::Recall measure_recall(RingContext& context, const AttentionCall& call, 
       call.pattern.vertical_slash, index, context.index_group(), call.recall_seed);
 }
 
+/// What vertical_slash would choose, in the place of a given index: its time is spent, nothing is made of it.
+void estimate_beside(RingContext& context, const AttentionCall& call, const at::Tensor& q,
+                     const at::Tensor& k, const at::Tensor& documents) {
+  RingContext::State& state = context.state();
+#ifdef MT_WITH_CUDA
+  if (q.is_cuda()) {
+    if (state.estimated) state.estimated->check_values();
+    auto stretch = state.begin_stretch(q.device());
+    state.estimated =
+        lists_on_device(state, q, k, call.softmax_scale, documents, call.pattern.vertical_slash);
+    state.end_stretch(std::move(stretch), "index", 0, 0);
+    return;
+  }
+#endif
+  auto stretch = state.begin_stretch(q.device());
+  pattern::build_vertical_slash(local_attention(context, q, k, call.softmax_scale, documents),
+                                call.pattern.vertical_slash, context.index_group());
+  state.end_stretch(std::move(stretch), "index", 0, 0);
+}
+
 /// All layers share one dense index, and so its plan.
 std::shared_ptr<const index::Index> shared_dense_index(RingContext::State& state, int64_t batch,
                                                        int64_t num_q_heads) {
@@ -191,6 +217,7 @@ AttentionOutput sparse_ring_attention(RingContext& context, const at::Tensor& q,
   AttentionOutput output;
   output.index = call.index;
   std::shared_ptr<IndexPlan> chosen;  // by a GPU
+  std::unique_ptr<StartedForward> started;
   {
     // The choice is not differentiated.
     const at::NoGradGuard no_grad;
@@ -206,6 +233,9 @@ AttentionOutput sparse_ring_attention(RingContext& context, const at::Tensor& q,
 #ifdef MT_WITH_CUDA
       const bool is_fixed = call.pattern.kind == pattern::PatternKind::kFixed;
       if (q.is_cuda() && (is_fixed || call.pattern.kind == pattern::PatternKind::kVerticalSlash)) {
+        started = std::make_unique<StartedForward>(
+            state,
+            checked_call(state, q.detach(), k.detach(), v.detach(), call.softmax_scale, documents));
         chosen = std::make_shared<IndexPlan>(
             lists_on_device(
                 state, q_rows, k_rows, call.softmax_scale, documents,
@@ -222,18 +252,18 @@ AttentionOutput sparse_ring_attention(RingContext& context, const at::Tensor& q,
     } else if (!output.index) {
       output.index = shared_dense_index(state, q.size(0), q.size(2));
     }
-#ifdef MT_WITH_CUDA
-    // A given pattern on a GPU stands for one that is chosen, in what it costs too.
-    if (q.is_cuda() && !call.index && call.pattern.kind == pattern::PatternKind::kFixed &&
+    if (call.pattern.estimate && !call.index && call.pattern.kind == pattern::PatternKind::kFixed &&
         call.pattern.given) {
-      if (!estimate && !call.measure_recall) check_estimation_inputs(context, q, k, documents);
-      if (state.estimated) state.estimated->check_values();
-      auto stretch = state.begin_stretch(q.device());
-      state.estimated = lists_on_device(state, q_rows, k_rows, call.softmax_scale, documents,
-                                        call.pattern.vertical_slash);
-      state.end_stretch(std::move(stretch), "index", 0, 0);
+      check_estimation_inputs(context, q, k, documents);
+      if (q.is_cuda() && !call.result.out.defined()) {
+        started = std::make_unique<StartedForward>(
+            state,
+            checked_call(
+                state, *state.plans.find_or_make(output.index, state.layout, state.cp_rank),
+                "forward", q.detach(), k.detach(), v.detach(), call.softmax_scale, documents));
+      }
+      estimate_beside(context, call, q_rows, k_rows, documents);
     }
-#endif
     if (call.measure_recall) {
       if (chosen) output.index = keep_chosen(state, chosen);
       output.recall = measure_recall(context, call, q_rows, k_rows, documents, *output.index);
@@ -244,6 +274,7 @@ AttentionOutput sparse_ring_attention(RingContext& context, const at::Tensor& q,
   saved->owner = call.owner;
   saved->index = output.index;
   saved->plan = chosen;
+  saved->started = std::move(started);
   saved->softmax_scale = call.softmax_scale;
   saved->document_starts = documents;
   if (call.result.out.defined()) {

@@ -34,6 +34,11 @@ class RingSlots {
   RingSlots(Buffers& buffers, const ring::Schedule& schedule, const at::Tensor& own_k,
             const at::Tensor& own_v, at::ScalarType grad_state, at::ScalarType grad_wire);
 
+  /// Forgets own_k and own_v: the pass is over.
+  void release_own() {
+    k_.front().reset();
+    v_.front().reset();
+  }
   at::Tensor& k(int slot) { return k_[slot]; }
   at::Tensor& v(int slot) { return v_[slot]; }
   at::Tensor& dk(int slot) { return dk_[slot]; }

@@ -14,6 +14,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "mtraining/comm/transport.h"
@@ -49,11 +50,14 @@ struct RingOptions {
 
 /// One ring step as measured, for traces and imbalance. On a GPU the times are the device's: of the stream that the call was on.
 struct StepTiming {
-  const char* what = "";  ///< "forward" | "backward" | "columns" | "wait" | "index"
+  /// "forward" | "backward" | "columns" | "wait" | "index"; on a GPU also "transfer", beside the others: from when the stream had come to it
+  /// until the last byte was there.
+  const char* what = "";
   int ring_step = 0;
   int64_t begin_us = 0, end_us = 0;  ///< steady clock
   int64_t pairs = 0;                 ///< (query, key) pairs computed, all heads
   int64_t tag = 0;                   ///< the context's when the step was run
+  std::string_view channel = {};     ///< of a transfer: "inner_kv", "columns", ..
 };
 using StepObserver = std::function<void(const StepTiming&)>;
 
@@ -113,6 +117,10 @@ struct ForwardResult {
 ForwardResult ring_forward(RingContext& context, const at::Tensor& q, const at::Tensor& k,
                            const at::Tensor& v, const index::Index& index, double softmax_scale,
                            const at::Tensor& document_starts = {});
+/// The same with an index whose plan the context keeps: for a layer that calls again.
+ForwardResult ring_forward(RingContext& context, const at::Tensor& q, const at::Tensor& k,
+                           const at::Tensor& v, const std::shared_ptr<const index::Index>& index,
+                           double softmax_scale, const at::Tensor& document_starts = {});
 
 struct BackwardResult {
   at::Tensor dq, dk, dv;  ///< shapes and dtype of q, k, v
@@ -123,5 +131,15 @@ BackwardResult ring_backward(RingContext& context, const at::Tensor& dout, const
                              const at::Tensor& lse, const index::Index& index, double softmax_scale,
                              const at::Tensor& document_starts = {},
                              const at::Tensor& out_residual = {});
+
+/// What backward reads. Moved in, each goes as soon as nothing needs it: out before dq comes, the others before the results do.
+struct BackwardInputs {
+  at::Tensor dout, q, k, v;
+  ForwardResult saved;
+};
+/// The same with an index whose plan the context keeps.
+BackwardResult ring_backward(RingContext& context, BackwardInputs inputs,
+                             const std::shared_ptr<const index::Index>& index, double softmax_scale,
+                             const at::Tensor& document_starts = {});
 
 }  // namespace mtraining::attention

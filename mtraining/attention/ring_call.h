@@ -6,7 +6,9 @@
 
 #include <ATen/core/Tensor.h>
 
+#include "mtraining/attention/buffers.h"
 #include "mtraining/attention/ring_context.h"
+#include "mtraining/attention/ring_pass.h"
 
 namespace mtraining::attention {
 
@@ -22,19 +24,30 @@ struct RingCall {
 RingCall checked_call(RingContext::State& state, IndexPlan& plan, const char* direction,
                       const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                       double softmax_scale, const at::Tensor& document_starts);
+/// The same of a forward whose index the ranks' GPUs are yet to choose together.
+RingCall checked_call(RingContext::State& state, const at::Tensor& q, const at::Tensor& k,
+                      const at::Tensor& v, double softmax_scale, const at::Tensor& document_starts);
 /// Local. dout, out and out_residual (where defined) as q, lse [B, H, n].
 void check_gradient_inputs(const at::Tensor& q, const at::Tensor& dout, const ForwardResult& saved);
 
 ForwardResult ring_forward(RingContext::State& state, IndexPlan& plan, const RingCall& call);
-/// dout: rows contiguous; saved.lse contiguous.
-BackwardResult ring_backward(RingContext::State& state, IndexPlan& plan, const RingCall& call,
-                             const at::Tensor& dout, const ForwardResult& saved);
+/// A forward whose first transfers are under way, on a GPU: while its index is chosen.
+struct StartedForward {
+  StartedForward(RingContext::State& state, RingCall checked);
+
+  RingCall call;
+  RingSlots slots;
+  RingPass pass;
+};
+/// `plan`: of the sizes that `started` was checked with. Once.
+ForwardResult ring_forward(RingContext::State& state, IndexPlan& plan, StartedForward& started);
+/// dout: rows contiguous; saved.lse contiguous. What is moved in goes as BackwardInputs say.
+BackwardResult ring_backward(RingContext::State& state, IndexPlan& plan, RingCall call,
+                             at::Tensor dout, ForwardResult saved);
 /// rows [B, n, ..] with zeros at padded positions; itself where there are none, and on the CPU, whose kernels do not look there.
 at::Tensor without_padding(const RingContext::State& state, at::Tensor rows);
 /// Both checks, then ring_backward.
-BackwardResult checked_backward(RingContext::State& state, IndexPlan& plan, const at::Tensor& dout,
-                                const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                                const ForwardResult& saved, double softmax_scale,
-                                const at::Tensor& document_starts);
+BackwardResult checked_backward(RingContext::State& state, IndexPlan& plan, BackwardInputs inputs,
+                                double softmax_scale, const at::Tensor& document_starts);
 
 }  // namespace mtraining::attention

@@ -1,5 +1,6 @@
 // Rings of any shape on one GPU: ranks are threads with a stream each, over the device loopback.
 
+#include <ATen/core/grad_mode.h>
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAGuard.h>
@@ -264,8 +265,9 @@ TEST(RingOnGpu, ListsThatTheDeviceMakesAreThoseOfTheHost) {
           RingContext::State& state = context.state();
           const auto gradients = [&](const AttentionOutput& output) {
             const auto plan = state.plans.find_or_make(output.index, state.layout, state.cp_rank);
-            return checked_backward(state, *plan, in.dout, in.q, in.k, in.v,
-                                    {output.out, output.lse, output.out_residual}, 0, {});
+            return checked_backward(
+                state, *plan,
+                {in.dout, in.q, in.k, in.v, {output.out, output.lse, output.out_residual}}, 0, {});
           };
           const BackwardResult a = gradients(one), b = gradients(two);
           EXPECT_TRUE(at::equal(a.dq, b.dq));

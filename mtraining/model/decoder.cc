@@ -8,6 +8,7 @@
 
 #include "mtraining/base/check.h"
 #include "mtraining/base/rng.h"
+#include "mtraining/model/layer_gradient.h"
 #include "mtraining/model/mlp.h"
 #include "mtraining/model/random_tensor.h"
 #include "mtraining/model/rope.h"
@@ -272,13 +273,14 @@ struct LayerTensor {
   const char* name;
   at::Tensor LayerParameters::*tensor;
 };
+// What one product takes (device_layer.h) stands together: optim/ lays parameters out in this order.
 constexpr LayerTensor kLayerTensors[] = {
     {"input_layernorm.weight", &LayerParameters::input_norm},
     {"self_attn.q_proj.weight", &LayerParameters::q_weight},
-    {"self_attn.q_proj.bias", &LayerParameters::q_bias},
     {"self_attn.k_proj.weight", &LayerParameters::k_weight},
-    {"self_attn.k_proj.bias", &LayerParameters::k_bias},
     {"self_attn.v_proj.weight", &LayerParameters::v_weight},
+    {"self_attn.q_proj.bias", &LayerParameters::q_bias},
+    {"self_attn.k_proj.bias", &LayerParameters::k_bias},
     {"self_attn.v_proj.bias", &LayerParameters::v_bias},
     {"self_attn.o_proj.weight", &LayerParameters::o_weight},
     {"self_attn.o_proj.bias", &LayerParameters::o_bias},
@@ -386,9 +388,9 @@ at::Tensor Decoder::forward(const at::Tensor& ids, const at::Tensor& positions,
 }
 
 at::Tensor Decoder::layer(int64_t index, const LayerParameters& l, const at::Tensor& h,
-                          const RopeTable& rope, const Attend& attend, const PartObserver& observe,
-                          LayerResult result) const {
-  if (h.is_cuda()) return layer_on_device(index, l, h, rope, attend, observe, result);
+                          const RopeTable& rope, const Attend& attend,
+                          const PartObserver& observe) const {
+  if (h.is_cuda()) return layer_on_device(index, l, h, rope, attend, observe);
   const int64_t batch = h.size(0), n = h.size(1);
   const auto part = [&](std::string_view name, bool begins) {
     if (observe) observe(name, index, begins);
@@ -416,36 +418,68 @@ at::Tensor Decoder::layer(int64_t index, const LayerParameters& l, const at::Ten
   return out;
 }
 
+#ifdef MT_WITH_CUDA
+namespace {
+
+DeviceLayerOptions device_options(const DecoderConfig& config, int64_t mlp_tile, int64_t index,
+                                  const PartObserver& observe) {
+  DeviceLayerOptions options{.num_q_heads = config.num_attention_heads,
+                             .num_kv_heads = config.num_key_value_heads,
+                             .head_dim = config.head_dim,
+                             .rms_norm_eps = config.rms_norm_eps,
+                             .mlp_tile = mlp_tile,
+                             .observe = {}};
+  if (observe) {
+    options.observe = [observe, index](std::string_view name, bool begins) {
+      observe(name, index, begins);
+    };
+  }
+  return options;
+}
+
+}  // namespace
+#endif
+
 at::Tensor Decoder::layer_on_device([[maybe_unused]] int64_t index,
                                     [[maybe_unused]] const LayerParameters& l,
                                     [[maybe_unused]] const at::Tensor& h,
                                     [[maybe_unused]] const RopeTable& rope,
                                     [[maybe_unused]] const Attend& attend,
-                                    [[maybe_unused]] const PartObserver& observe,
-                                    [[maybe_unused]] LayerResult result) const {
+                                    [[maybe_unused]] const PartObserver& observe) const {
 #ifdef MT_WITH_CUDA
-  DeviceLayerOptions options{.num_q_heads = config_.num_attention_heads,
-                             .num_kv_heads = config_.num_key_value_heads,
-                             .head_dim = config_.head_dim,
-                             .rms_norm_eps = config_.rms_norm_eps,
-                             .mlp_tile = mlp_tile_,
-                             .result = result,
-                             .observe = {}};
-  const auto part = [observe, index](std::string_view name, bool begins) {
+  const DeviceLayerOptions options = device_options(config_, mlp_tile_, index, observe);
+  const auto part = [&](std::string_view name, bool begins) {
     if (observe) observe(name, index, begins);
   };
-  if (observe) options.observe = part;
   part("attention_input", true);
-  const AttentionInput input = attention_input(h, l, rope, options);
+  AttentionInput input = attention_input(h, l, rope, options);
   part("attention_input", false);
   part("attention", true);
   const at::Tensor attended =
       attend(index, input.q, input.k, input.v).reshape({h.size(0), h.size(1), -1});
+  input.q = input.k = input.v = at::Tensor();
   part("attention", false);
   part("mlp", true);
   const at::Tensor out = attention_output(input.h, attended, l, options);
   part("mlp", false);
   return out;
+#else
+  throw Unsupported("model: this program was built without CUDA");
+#endif
+}
+
+LayerGradients Decoder::layer_gradients([[maybe_unused]] int64_t index,
+                                        [[maybe_unused]] const LayerParameters& l,
+                                        [[maybe_unused]] const at::Tensor& h,
+                                        [[maybe_unused]] at::Tensor upstream,
+                                        [[maybe_unused]] const RopeTable& rope,
+                                        [[maybe_unused]] const AttentionRuns& attention,
+                                        [[maybe_unused]] const PartObserver& observe) const {
+  MT_CHECK_SUPPORTED(h.is_cuda(), "a layer's gradients as one function: expected h on a GPU, got ",
+                     h.device());
+#ifdef MT_WITH_CUDA
+  return model::layer_gradients(h, std::move(upstream), l, rope, attention,
+                                device_options(config_, mlp_tile_, index, observe));
 #else
   throw Unsupported("model: this program was built without CUDA");
 #endif

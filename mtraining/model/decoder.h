@@ -104,16 +104,15 @@ DecoderParameters empty_parameters(const DecoderConfig& config, at::Device devic
 using Attend = std::function<at::Tensor(int64_t layer, const at::Tensor& q, const at::Tensor& k,
                                         const at::Tensor& v)>;
 /// Called around each part of the model: "embed", "attention_input", "attention", "mlp"; on a GPU also, within them or in backward,
-/// "norm", "mlp backward", "attention_input backward". For traces.
+/// "norm", "mlp backward", "attention_input backward", "recompute". For traces.
 using PartObserver = std::function<void(std::string_view part, int64_t layer, bool begins)>;
-
-/// What is wanted of a layer's run. kGradient: its gradient alone, as when it runs a second time; what the layer returns has the
-/// graph and the shape, and values that mean nothing. On a GPU the MLP's last product is then left out.
-enum class LayerResult { kValues, kGradient };
 
 /// One layer: h [B, n, hidden] -> [B, n, hidden]; differentiable.
 using RunLayer =
     std::function<at::Tensor(int64_t layer, const at::Tensor& h, const RopeTable& rope)>;
+
+struct AttentionRuns;   // layer_gradient.h
+struct LayerGradients;  // likewise
 
 class Decoder {
  public:
@@ -134,8 +133,14 @@ class Decoder {
   RunLayer layers_with(Attend attend, PartObserver observe = {}) const;
   /// Layer `index` alone, with `l` for its parameters.
   at::Tensor layer(int64_t index, const LayerParameters& l, const at::Tensor& h,
-                   const RopeTable& rope, const Attend& attend, const PartObserver& observe = {},
-                   LayerResult result = LayerResult::kValues) const;
+                   const RopeTable& rope, const Attend& attend,
+                   const PartObserver& observe = {}) const;
+  /// On a GPU: the gradients of a layer that runs a second time (layer_gradient.h). `upstream`, of its output, is written over where
+  /// nobody else holds it. Errors: Unsupported elsewhere.
+  LayerGradients layer_gradients(int64_t index, const LayerParameters& l, const at::Tensor& h,
+                                 at::Tensor upstream, const RopeTable& rope,
+                                 const AttentionRuns& attention,
+                                 const PartObserver& observe = {}) const;
   /// [vocab, hidden]
   const at::Tensor& head_weight() const { return parameters_.lm_head; }
   /// FLOPs of forward and backward a token without attention's pairs: 6 x matrix parameters (the head counted).
@@ -144,7 +149,7 @@ class Decoder {
  private:
   at::Tensor layer_on_device(int64_t index, const LayerParameters& l, const at::Tensor& h,
                              const RopeTable& rope, const Attend& attend,
-                             const PartObserver& observe, LayerResult result) const;
+                             const PartObserver& observe) const;
   at::Tensor norm(const at::Tensor& x, const at::Tensor& weight) const;
 
   DecoderConfig config_;

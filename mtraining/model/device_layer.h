@@ -1,12 +1,12 @@
-// DeviceLayer: a decoder's layer on a GPU as two differentiable functions, one before attention and one after it.
+// DeviceLayer: a decoder's layer on a GPU as two differentiable functions, one before attention and one after it, or as one gradient.
 //
 // In:   h [B, n, hidden], the layer's parameters, rotary tables. Out: q, k, v; then h after the layer. Next: decoder.h.
 //
 // attention_input: norm, one product for q, k and v, rotation in place. attention_output: product o, residual and norm in one pass, the
-// SwiGLU part over runs of tokens, residual. Where q, k, v (gate, up) lie behind one another in memory their product is one
+// SwiGLU part, residual; both over runs of tokens. Where q, k, v (gate, up) lie behind one another in memory their product is one
 // (join_projections); elsewhere there are as many products into the same rows. Products are cuBLAS's, float32 inside; the passes
 // between them are kernels/elementwise_cuda. Sums over runs are float32, so that other runs than one change last bits.
-// Kept between forward and backward, a token: h, norm(h), q, k, v; attended, h + o, norm(h + o); with mlp_tile = 0 gate and up too.
+// Kept between forward and backward, a token: h, q, k, v; attended, h + o; with mlp_tile = 0 gate and up too. Norms are made again.
 // bf16 and float32. Stream: the current one; nothing here waits for the device. Deterministic.
 // Source: as decoder.h.
 #pragma once
@@ -18,21 +18,22 @@
 #include <string_view>
 
 #include "mtraining/model/decoder.h"
+#include "mtraining/model/layer_gradient.h"
 #include "mtraining/model/rope.h"
 
 namespace mtraining::model {
 
-/// Tokens of a run of the MLP where mlp_tile is 0: wide enough that adding up the weights' gradients costs little.
+/// Tokens of a run where mlp_tile is 0: wide enough that adding up the weights' gradients costs little.
 inline constexpr int64_t kMlpRunOnDevice = 32768;
 
-/// Hears of stretches within the two functions, forward and backward: "norm", "attention_input backward", "mlp backward".
+/// Hears of stretches within the functions, forward and backward: "norm", "attention_input backward", "mlp backward"; of layer_gradients
+/// "recompute" too.
 using StretchObserver = std::function<void(std::string_view part, bool begins)>;
 
 struct DeviceLayerOptions {
   int64_t num_q_heads = 0, num_kv_heads = 0, head_dim = 0;
   double rms_norm_eps = 0;
   int64_t mlp_tile = 0;
-  LayerResult result = LayerResult::kValues;
   StretchObserver observe;
 };
 
@@ -49,9 +50,15 @@ struct AttentionInput {
 AttentionInput attention_input(const at::Tensor& h, const LayerParameters& layer,
                                const RopeTable& rope, const DeviceLayerOptions& options);
 
-/// h: AttentionInput::h; attended [B, n, H * D]. Memory: 3 x run x ffn elements beside what is kept.
+/// h: AttentionInput::h; attended [B, n, H * D]. Memory: run x (3 ffn + hidden) elements beside what is kept.
 at::Tensor attention_output(const at::Tensor& h, const at::Tensor& attended,
                             const LayerParameters& layer, const DeviceLayerOptions& options);
+
+/// Not differentiable. `upstream`, of the layer's output, is written over where nobody else holds it. Memory, in elements a token beside h
+/// and upstream: q, k, v; attended and what its rounding lost; the gradient of attended; then attention's own.
+LayerGradients layer_gradients(const at::Tensor& h, at::Tensor upstream,
+                               const LayerParameters& layer, const RopeTable& rope,
+                               const AttentionRuns& attention, const DeviceLayerOptions& options);
 
 /// x [.., width]; differentiable.
 at::Tensor device_rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps);

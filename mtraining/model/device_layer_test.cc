@@ -10,6 +10,7 @@
 
 #include <cmath>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "mtraining/base/check.h"
@@ -142,31 +143,78 @@ TEST(DeviceLayer, TwoRunsHaveTheSameBits) {
     EXPECT_TRUE(at::equal(one.values[i], other.values[i])) << one.names[i];
 }
 
-/// h and every tensor of one layer.
-std::vector<at::Tensor> layer_gradients(const Decoder& decoder, LayerResult result) {
+struct OneLayer {
+  at::Tensor h, up;
+  RopeTable rope;
+};
+OneLayer one_layer(const DecoderConfig& c) {
   at::manual_seed(9);
   const at::Device gpu(at::kCUDA, 0);
-  const DecoderConfig& c = decoder.config();
   const auto random = [&] { return at::randn({2, 50, c.hidden_size}).to(gpu, c.dtype); };
-  const at::Tensor h = random().set_requires_grad(true), up = random();
-  const RopeTable rope =
-      rope_table(at::arange(50, at::kLong).to(gpu), decoder_frequencies(c.rope, c.head_dim));
-  const LayerParameters& l = decoder.parameters().layers[0];
-  const at::Tensor out = decoder.layer(0, l, h, rope, attend, {}, result);
-  EXPECT_EQ(out.sizes(), h.sizes());
-  std::vector<at::Tensor> inputs = l.tensors();
-  inputs.insert(inputs.begin(), h);
-  return torch::autograd::grad({out}, inputs, {up});
+  const at::Tensor h = random(), up = random();
+  return {h, up,
+          rope_table(at::arange(50, at::kLong).to(gpu), decoder_frequencies(c.rope, c.head_dim))};
 }
 
-TEST(DeviceLayer, ARunForItsGradientAloneHasTheSameGradient) {
+/// Of h and of every tensor of the first layer, by autograd.
+std::vector<at::Tensor> layer_gradients(const Decoder& decoder) {
+  OneLayer one = one_layer(decoder.config());
+  one.h.set_requires_grad(true);
+  const LayerParameters& l = decoder.parameters().layers[0];
+  const at::Tensor out = decoder.layer(0, l, one.h, one.rope, attend);
+  EXPECT_EQ(out.sizes(), one.h.sizes());
+  std::vector<at::Tensor> inputs = l.tensors();
+  inputs.insert(inputs.begin(), one.h);
+  return torch::autograd::grad({out}, inputs, {one.up});
+}
+
+/// The attention above in two parts.
+AttentionRuns attention_runs() {
+  const auto backward = [](attention::BackwardInputs in) {
+    const at::AutoGradMode grad(true);
+    std::vector<at::Tensor> leaves;
+    for (const at::Tensor& each : {in.q, in.k, in.v})
+      leaves.push_back(each.detach().set_requires_grad(true));
+    const at::Tensor out = attend(0, leaves[0], leaves[1], leaves[2]);
+    EXPECT_TRUE(at::equal(out, in.saved.out));
+    const auto d = torch::autograd::grad({out}, leaves, {in.dout});
+    return attention::BackwardResult{d[0], d[1], d[2]};
+  };
+  const auto forward = [](const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
+    return attention::ForwardResult{attend(0, q, k, v), {}, {}};
+  };
+  return {forward, backward};
+}
+
+// A layer that runs a second time for its gradients: the bits of one that ran once, whatever the tile is, and h as it was. The
+// gradient of its output is written over where nobody else has it, and only there.
+TEST(DeviceLayer, AsOneFunctionHasTheSameGradients) {
   MT_NEEDS_GPU();
-  for (const int64_t tile : {0, 16, 1000}) {
-    const DecoderConfig config = config_of("qwen3", at::kBFloat16);
-    const Decoder decoder(config, parameters_of(config, {at::kCUDA, 0}, config.dtype), tile);
-    const auto want = layer_gradients(decoder, LayerResult::kValues);
-    const auto got = layer_gradients(decoder, LayerResult::kGradient);
-    for (size_t i = 0; i < want.size(); ++i) EXPECT_TRUE(at::equal(got[i], want[i])) << tile << i;
+  for (const char* family : {"qwen2", "qwen3", "llama"}) {
+    for (const int64_t tile : {0, 16, 33, 1000}) {
+      DecoderConfig config = config_of(family, at::kBFloat16);
+      config.attention_bias = std::string(family) == "llama";
+      const Decoder decoder(config, parameters_of(config, {at::kCUDA, 0}, config.dtype), tile);
+      const auto want = layer_gradients(decoder);
+      for (const bool is_ours : {true, false}) {
+        OneLayer one = one_layer(config);
+        const at::Tensor before = one.h.clone(), up_before = one.up.clone(),
+                         other_holder = is_ours ? at::Tensor() : one.up;
+        const void* memory = one.up.data_ptr();
+        const LayerGradients got =
+            decoder.layer_gradients(0, decoder.parameters().layers[0], one.h, std::move(one.up),
+                                    one.rope, attention_runs());
+        EXPECT_TRUE(at::equal(one.h, before));
+        EXPECT_EQ(got.h.data_ptr() == memory, is_ours);
+        if (!is_ours) {
+          EXPECT_TRUE(at::equal(other_holder, up_before));
+        }
+        ASSERT_EQ(got.parameters.size() + 1, want.size());
+        EXPECT_TRUE(at::equal(got.h, want[0])) << family << tile;
+        for (size_t i = 1; i < want.size(); ++i)
+          EXPECT_TRUE(at::equal(got.parameters[i - 1], want[i])) << family << tile << " " << i;
+      }
+    }
   }
 }
 
@@ -180,9 +228,9 @@ TEST(DeviceLayer, ProjectionsNeedNotLieTogether) {
             static_cast<char*>(l.k_weight.data_ptr()));
   EXPECT_EQ(static_cast<char*>(l.gate_weight.data_ptr()) + l.gate_weight.nbytes(),
             static_cast<char*>(l.up_weight.data_ptr()));
-  const auto together = layer_gradients(decoder, LayerResult::kValues);
+  const auto together = layer_gradients(decoder);
   for (at::Tensor each : l.tensors()) each.set_data(each.detach().clone());
-  const auto apart = layer_gradients(decoder, LayerResult::kValues);
+  const auto apart = layer_gradients(decoder);
   for (size_t i = 0; i < apart.size(); ++i)
     EXPECT_LT(error(apart[i].to(at::kDouble), together[i].to(at::kDouble)), 1e-6) << i;
 }

@@ -8,6 +8,7 @@
 #include <numeric>
 #include <span>
 #include <string_view>
+#include <utility>
 
 #include "mtraining/base/check.h"
 
@@ -69,7 +70,24 @@ TwiceAttend AttentionLayers::attend_twice(const AttendRequest& request) {
     call.result = kept.result;
     return named(layer, attention::sparse_ring_attention(context_, q, k, v, call).out);
   };
-  return {run_first, run_again};
+  const auto runs = [this, documents = request.document_starts](int64_t layer,
+                                                                const KeptAttention& kept) {
+    const auto forward = [this, documents, layer, kept](const at::Tensor& q, const at::Tensor& k,
+                                                        const at::Tensor& v) {
+      if (boundary_) boundary_();
+      context_.set_tag(layer);
+      if (kept.result.out.defined()) return kept.result;
+      return attention::ring_forward(context_, q, k, v, kept.index, 0, documents);
+    };
+    const auto backward = [this, documents, layer,
+                           index = kept.index](attention::BackwardInputs inputs) {
+      if (boundary_) boundary_();
+      context_.set_tag(layer);
+      return attention::ring_backward(context_, std::move(inputs), index, 0, documents);
+    };
+    return model::AttentionRuns{forward, backward};
+  };
+  return {run_first, run_again, runs};
 }
 
 attention::AttentionOutput AttentionLayers::first(const AttendRequest& request, int64_t layer,
@@ -170,8 +188,11 @@ void AttentionLayers::observe(const attention::StepTiming& timing) {
                      static_cast<double>(timing.end_us - timing.begin_us) * 1e-6});
   }
   if (recorder_ != nullptr) {
-    recorder_->add({std::string(what), "ring", timing.begin_us, timing.end_us, train_step_,
-                    timing.tag, timing.ring_step, timing.pairs});
+    // A track of its own a channel: transfers are beside launches.
+    const bool transfer = what == "transfer";
+    recorder_->add({transfer ? concat("transfer ", timing.channel) : std::string(what),
+                    transfer ? concat("transfers ", timing.channel) : "ring", timing.begin_us,
+                    timing.end_us, train_step_, timing.tag, timing.ring_step, timing.pairs});
   }
 }
 

@@ -5,6 +5,7 @@
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <algorithm>
+#include <span>
 #include <utility>
 
 #include "mtraining/base/check.h"
@@ -60,7 +61,7 @@ class RecomputedSpan : public torch::autograd::Function<RecomputedSpan> {
     return out;
   }
 
-  static variable_list backward(AutogradContext* context, const variable_list& upstream) {
+  static variable_list backward(AutogradContext* context, variable_list& upstream) {
     const auto pass =
         c10::static_intrusive_pointer_cast<SpanPass>(context->saved_data["pass"].toCapsule());
     variable_list saved = context->get_saved_variables();
@@ -75,22 +76,23 @@ class RecomputedSpan : public torch::autograd::Function<RecomputedSpan> {
     };
     variable_list inputs{saved[0]};  // of each layer
     for (int64_t i = 0; i + 1 < pass->count; ++i)
-      inputs.push_back(again(*pass, pass->first + i, pass->parameters(pass->first + i),
-                             inputs.back(), kept(i), model::LayerResult::kValues));
+      inputs.push_back(
+          again(*pass, pass->first + i, pass->parameters(pass->first + i), inputs.back(), kept(i)));
     // Inputs of the function: h, the weights of all layers, the pass.
     variable_list gradients(saved.size() - pass->num_kept() + 2);
     size_t end = saved.size();
-    at::Tensor upstream_of_layer = upstream[0];
+    at::Tensor upstream_of_layer = std::move(upstream[0]);  // nobody else's: it may be written over
     for (int64_t i = pass->count; i-- > 0;) {
       const int64_t layer = pass->first + i;
       const size_t num_weights = pass->parameters(layer).tensors().size();
-      variable_list leaves{inputs.back().detach().requires_grad_(true)};
+      const at::Tensor h = std::move(inputs.back());
       inputs.pop_back();
-      for (size_t w = end - num_weights; w < end; ++w)
-        leaves.push_back(saved[w].detach().requires_grad_(true));
-      variable_list of_leaves = differentiate(*pass, layer, leaves, kept(i), upstream_of_layer);
-      upstream_of_layer = std::move(of_leaves[0]);
-      std::move(of_leaves.begin() + 1, of_leaves.end(),
+      const variable_list weights(saved.begin() + static_cast<int64_t>(end - num_weights),
+                                  saved.begin() + static_cast<int64_t>(end));
+      model::LayerGradients of_layer =
+          differentiate(*pass, layer, h, weights, kept(i), std::move(upstream_of_layer));
+      upstream_of_layer = std::move(of_layer.h);
+      std::move(of_layer.parameters.begin(), of_layer.parameters.end(),
                 gradients.begin() + static_cast<int64_t>(1 + end - num_weights - pass->num_kept()));
       end -= num_weights;
     }
@@ -109,29 +111,36 @@ class RecomputedSpan : public torch::autograd::Function<RecomputedSpan> {
 
   static at::Tensor again(const SpanPass& pass, int64_t layer,
                           const model::LayerParameters& parameters, const at::Tensor& h,
-                          const KeptAttention& kept, model::LayerResult result) {
+                          const KeptAttention& kept) {
     if (pass.observe) pass.observe("recompute", layer, true);
     at::Tensor out = pass.decoder->layer(
         layer, parameters, h, pass.rope,
         [&](int64_t index, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
           return pass.attend.again(index, q, k, v, kept);
         },
-        backward_parts(pass.observe), result);
+        backward_parts(pass.observe));
     if (pass.observe) pass.observe("recompute", layer, false);
     return out;
   }
 
-  /// Gradients of leaves: a layer's input and its weights.
-  static variable_list differentiate(const SpanPass& pass, int64_t layer,
-                                     const variable_list& leaves, const KeptAttention& kept,
-                                     const at::Tensor& upstream) {
+  static model::LayerGradients differentiate(const SpanPass& pass, int64_t layer,
+                                             const at::Tensor& h, const variable_list& weights,
+                                             const KeptAttention& kept, at::Tensor upstream) {
+    if (h.is_cuda()) {
+      return pass.decoder->layer_gradients(layer, pass.parameters(layer).with(weights), h,
+                                           std::move(upstream), pass.rope,
+                                           pass.attend.runs(layer, kept), pass.observe);
+    }
+    variable_list leaves{h.detach().requires_grad_(true)};
+    for (const at::Tensor& weight : weights) leaves.push_back(weight.detach().requires_grad_(true));
     at::Tensor out;
     {
       const at::AutoGradMode grad(true);
       out = again(pass, layer, pass.parameters(layer).with(std::span(leaves).subspan(1)), leaves[0],
-                  kept, model::LayerResult::kGradient);
+                  kept);
     }
-    return torch::autograd::grad({out}, leaves, {upstream});
+    variable_list gradients = torch::autograd::grad({out}, leaves, {upstream});
+    return {gradients[0], {gradients.begin() + 1, gradients.end()}};
   }
 };
 

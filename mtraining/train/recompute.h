@@ -5,7 +5,8 @@
 // kLayer keeps a layer's input and attention's index; kExceptAttention keeps attention's out, residual and lse too, so that its
 // kernels and their ring run once, in forward, and the second run makes q, k and v by projection alone. The index is never made
 // again: the second run's scores might choose otherwise. A layer is one autograd function whose inputs are h and the layer's
-// parameters; its backward builds the layer's graph afresh and differentiates that, so that every mode gives the same bits.
+// parameters; on the CPU its backward builds the layer's graph afresh and differentiates that, on a GPU it is model/layer_gradient.h:
+// every mode gives the same bits.
 // A span of several layers is one function that keeps the first one's input; its backward makes the other inputs again, one after
 // the other, and then goes back through the layers, each as above: one more forward of all layers but the last, for a span-th of
 // what is kept.
@@ -18,6 +19,7 @@
 
 #include "mtraining/attention/ring_attention.h"
 #include "mtraining/model/decoder.h"
+#include "mtraining/model/layer_gradient.h"
 #include "mtraining/train/host_layers.h"
 
 namespace mtraining::train {
@@ -40,6 +42,8 @@ struct TwiceAttend {
   std::function<at::Tensor(int64_t layer, const at::Tensor& q, const at::Tensor& k,
                            const at::Tensor& v, const KeptAttention& kept)>
       again;
+  /// The same once more in two parts, for a layer whose gradients are one function (model/layer_gradient.h).
+  std::function<model::AttentionRuns(int64_t layer, const KeptAttention& kept)> runs;
 };
 
 /// Spans begin at multiples of `span`. The decoder and `host` must outlive the graph. `observe` hears of the second runs as part "recompute". Layers that `host` holds

@@ -54,6 +54,7 @@ struct RmsNormBackward {
       nullptr;                // [rows, width] plain: a gradient that reached x another way, or null
   void* dx = nullptr;         // may be dout or added where plain
   void* dweight = nullptr;    // [width] dtype
+  bool wide_dweight = false;  // dweight is float32: these rows are a part of all
   float* partials = nullptr;  // [rms_norm_partial_rows(), width]
   void* stream = nullptr;
 };

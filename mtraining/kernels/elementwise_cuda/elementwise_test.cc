@@ -239,6 +239,43 @@ TEST(RmsNorm, RowsOfZerosAndInPlaceGradients) {
   EXPECT_EQ(dweight.read(), Values(width, 0));
 }
 
+// What is summed over runs of rows must not be rounded before the last sum.
+TEST(RmsNorm, TheWeightsGradientOfAPartIsFloat32) {
+  MT_NEEDS_GPU();
+  const int64_t rows = 300, width = 72;
+  const DType dtype = DType::kBFloat16;
+  const Values x = random_values(rows * width, 1, dtype), d = random_values(rows * width, 2, dtype),
+               w = random_values(width, 3, dtype);
+  const Array x_on(dtype, x), d_on(dtype, d), w_on(dtype, w), out(dtype, rows * width),
+      dx(dtype, rows * width), roots(DType::kFloat32, rows), dweight(DType::kFloat32, width),
+      partials(DType::kFloat32, rms_norm_partial_rows(dtype, rows, width) * width);
+  rms_norm({.rows = rows,
+            .width = width,
+            .x = x_on.get(),
+            .weight = w_on.get(),
+            .out = out.get(),
+            .inverse_root = roots.floats(),
+            .eps = 1e-6});
+  rms_norm_backward({.rows = rows,
+                     .width = width,
+                     .dout = d_on.get(),
+                     .x = x_on.get(),
+                     .weight = w_on.get(),
+                     .inverse_root = roots.floats(),
+                     .dx = dx.get(),
+                     .dweight = dweight.get(),
+                     .wide_dweight = true,
+                     .partials = partials.floats()});
+  Values truth(width, 0);
+  for (int64_t row = 0; row < rows; ++row) {
+    double squares = 0;
+    for (int64_t i = 0; i < width; ++i) squares += x[row * width + i] * x[row * width + i];
+    const double root = 1 / std::sqrt(squares / width + 1e-6);
+    for (int64_t i = 0; i < width; ++i) truth[i] += d[row * width + i] * x[row * width + i] * root;
+  }
+  expect_close("dweight", dweight.read(), truth, DType::kFloat32, 1e-4);
+}
+
 struct RopeCase {
   int64_t tokens, q_heads, kv_heads, head_dim, table_tokens, pad;
 };

@@ -201,7 +201,8 @@ struct Norm {
       const int blocks = norm_blocks(kernel, p.rows, kRows);
       kernel<<<blocks, kNormThreads, 0, stream>>>(p);
       check_cuda(cudaGetLastError(), "rms_norm backward");
-      sum_rows(p.partials, blocks, p.width, p.dtype, p.dweight, stream);
+      sum_rows(p.partials, blocks, p.width, p.wide_dweight ? DType::kFloat32 : p.dtype, p.dweight,
+               stream);
     };
     p.added == nullptr ? run(backward_kernel<T, kGroup, kVectors, false>)
                        : run(backward_kernel<T, kGroup, kVectors, true>);
