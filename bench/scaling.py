@@ -220,7 +220,11 @@ SHAPES = {
 
 def train_config(shape: str, seq_len: int, layers: int, data: str, pattern: str, steps: int) -> str:
     _, hidden, ffn, heads, kv_heads, head_dim, vocabulary, tied = SHAPES[shape]
-    sparse = f'pattern = "fixed"\npattern_file = "{pattern}"' if pattern else 'pattern = "dense"'
+    sparse = (
+        f'pattern = "fixed"\npattern_file = "{pattern}"\nestimate = true'
+        if pattern
+        else 'pattern = "dense"'
+    )
     on_gpu = shape != "tiny"
     return f"""
 [model]

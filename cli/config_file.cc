@@ -95,6 +95,7 @@ void visit_pattern_keys(const std::string& prefix, train::PatternSection& p, Vis
   v.key(name("pattern_file"), p.pattern_file);
   v.key(name("fixed_columns"), p.fixed_columns);
   v.key(name("fixed_diagonals"), p.fixed_diagonals);
+  v.key(name("estimate"), p.estimate);
   v.key(name("xattention_block"), p.xattention.block);
   v.key(name("xattention_stride"), p.xattention.stride);
   v.key(name("xattention_threshold"), p.xattention.threshold);

@@ -53,6 +53,7 @@ KeyKind kind_of(const std::string& key) {
       "attention.gradient_transport",
       "attention.deterministic",
       "attention.sm_margin",
+      "attention.estimate",
       "attention.recall_rows",
   };
   if (kDeliberateOnes.contains(key)) return KeyKind::kDeliberate;

@@ -19,10 +19,12 @@ struct AttentionPattern {
   pattern::VerticalSlashOptions vertical_slash;
   pattern::XAttentionOptions xattention;
   pattern::MobaOptions moba;
-  /// kFixed: an index for the call's batch, or how much of the best each head takes. With a given index a GPU still estimates one
-  /// (vertical_slash), so that a step costs what it would; nothing is made of it.
+  /// kFixed: an index for the call's batch, or how much of the best each head takes.
   std::shared_ptr<const index::Index> given;
   pattern::FixedBudgets budgets;
+  /// For benchmarks, beside a given index: one is chosen all the same (vertical_slash), so that a call costs what it would; nothing is
+  /// made of it. Errors: those of the choice; on a GPU in a later call.
+  bool estimate = false;
 };
 
 struct AttentionOutput {

@@ -1,10 +1,13 @@
 #include "mtraining/attention/autograd.h"
 
+#include <ATen/core/grad_mode.h>
 #include <gtest/gtest.h>
 #include <torch/csrc/autograd/autograd.h>
 
 #include <cmath>
+#include <limits>
 #include <mutex>
+#include <string>
 
 #include "mtraining/attention/ring_case.h"
 #include "mtraining/base/check.h"
@@ -221,6 +224,36 @@ TEST(SparseRingAttention, DensePatternEqualsTheOracleAndSharesOneIndex) {
              context.layout(), context.cp_rank(), whole);
   });
   EXPECT_EQ(testing::compare_with_truth(whole, problem).fault, "");
+}
+
+TEST(SparseRingAttention, BesideAGivenIndexOneIsChosenOnlyWhereThatIsAskedFor) {
+  const RingProblem problem({.seq_len = 300});
+  comm::run_loopback(2, [&](comm::Transport& transport) {
+    testing::use_one_thread();
+    RingContext context(ring_options(1, 2, LayoutKind::kBlockStriped, 64, 300), transport);
+    int chosen = 0;
+    context.set_observer(
+        [&](const StepTiming& step) { chosen += std::string(step.what) == "index"; });
+    const RankInputs in = rank_inputs(problem, context.layout(), context.cp_rank());
+    AttentionCall call;
+    call.pattern.kind = pattern::PatternKind::kFixed;
+    call.pattern.given = shared(problem.index());
+    const AttentionOutput plain = sparse_ring_attention(context, in.q, in.k, in.v, call);
+    EXPECT_EQ(chosen, 0);
+    call.pattern.estimate = true;
+    const AttentionOutput estimated = sparse_ring_attention(context, in.q, in.k, in.v, call);
+    EXPECT_EQ(chosen, 1);
+    EXPECT_EQ(estimated.index, call.pattern.given);
+    EXPECT_TRUE(at::equal(estimated.out, plain.out));
+    // Values that no index can be chosen from end a call that chooses, and no other.
+    const at::Tensor q = in.q.clone();
+    q.fill_(std::numeric_limits<double>::infinity());
+    EXPECT_THROW(sparse_ring_attention(context, q, in.k, in.v, call), InvalidArgument);
+    call.pattern.estimate = false;
+    EXPECT_FALSE(
+        sparse_ring_attention(context, q, in.k, in.v, call).out.isfinite().all().item<bool>());
+    EXPECT_EQ(chosen, 1);
+  });
 }
 
 TEST(SparseRingAttention, OnlyWhatIsAskedForIsDifferentiated) {

@@ -1,8 +1,10 @@
 // Choices on a GPU: the same bits on every rank and for every ring, layout and rule; baselines against the host's.
 
+#include <ATen/cuda/Sleep.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <gtest/gtest.h>
 
+#include <limits>
 #include <map>
 #include <mutex>
 #include <optional>
@@ -14,6 +16,7 @@
 #include "mtraining/attention/ring_case.h"
 #include "mtraining/base/check.h"
 #include "mtraining/comm/loopback_device.h"
+#include "mtraining/kernels/pattern_cuda/fault.h"
 
 namespace mtraining::attention {
 namespace {
@@ -148,6 +151,29 @@ TEST(ChoiceOnGpu, IsTheSameForEveryRingAndLayout) {
   EXPECT_GE(dense_seen.size(), 2u);
 }
 
+TEST(ChoiceOnGpu, AChoiceThatIsGivenUpReportsIntoNoOtherMemory) {
+  const RingProblem problem({.seq_len = 300, .precision = Precision::kBFloat16});
+  const auto pinned = at::TensorOptions().dtype(at::kByte).pinned_memory(true);
+  on_ranks(problem, ring_options(1, 1, LayoutKind::kContiguous, 64, 300),
+           [&](RingContext& context, const RankInputs& in) {
+             const at::Tensor bad = at::full_like(in.k, std::numeric_limits<double>::infinity());
+             const auto choose = [&](const at::Tensor& k) {
+               return lists_on_device(context.state(), in.q, k, 0, in.document_starts, {});
+             };
+             EXPECT_THROW(choose(bad)->host_index(), InvalidArgument);
+             choose(in.k)->host_index();
+             at::cuda::sleep(400'000'000);  // some .2 s
+             choose(bad);
+             std::vector<at::Tensor> others;
+             for (int i = 0; i < 16; ++i) {
+               others.push_back(at::empty({sizeof(kernels::pattern_cuda::FaultReport)}, pinned));
+               others.back().fill_(0x5A);
+             }
+             c10::cuda::getCurrentCUDAStream().synchronize();
+             for (const at::Tensor& other : others) EXPECT_TRUE((other == 0x5A).all().item<bool>());
+           });
+}
+
 /// Query blocks of which the two differ.
 int64_t rows_that_differ(const index::Index& a, const index::Index& b) {
   int64_t rows = 0;
@@ -189,12 +215,13 @@ TEST(ChoiceOnGpu, BlockPatternsAreTheHostsUpToRounding) {
   }
 }
 
-TEST(ChoiceOnGpu, EveryPatternAttendsAndAGivenOneIsEstimatedToo) {
+TEST(ChoiceOnGpu, EveryPatternAttendsAndAGivenOneIsEstimatedWhereThatIsAskedFor) {
   const RingProblem problem({.seq_len = 500, .precision = Precision::kBFloat16});
   const RingOptions options = ring_options(1, 1, LayoutKind::kBlockStriped, 128, 500);
   for (const auto kind : {pattern::PatternKind::kFixed, pattern::PatternKind::kXAttention,
                           pattern::PatternKind::kMoba, pattern::PatternKind::kVerticalSlash}) {
-    for (const bool given : {false, true}) {
+    for (const auto& [given, asked] :
+         {std::pair{false, false}, std::pair{true, false}, std::pair{true, true}}) {
       if (given && kind != pattern::PatternKind::kFixed) continue;
       on_ranks(problem, options, [&](RingContext& context, const RankInputs& in) {
         int estimated = 0;
@@ -205,9 +232,11 @@ TEST(ChoiceOnGpu, EveryPatternAttendsAndAGivenOneIsEstimatedToo) {
         call.pattern.budgets = {30, 3};
         call.pattern.moba = {64, 3};
         if (given) call.pattern.given = std::make_shared<const index::Index>(problem.index());
+        call.pattern.estimate = asked;
+        const int chosen = given && !asked ? 0 : 1;
         const AttentionOutput first = sparse_ring_attention(context, in.q, in.k, in.v, call);
         context.finish_observing();
-        EXPECT_EQ(estimated, 1);
+        EXPECT_EQ(estimated, chosen);
         if (given) {
           EXPECT_TRUE(same_lists(first.index->columns, problem.index().columns));
         }
@@ -216,7 +245,7 @@ TEST(ChoiceOnGpu, EveryPatternAttendsAndAGivenOneIsEstimatedToo) {
         again.index = first.index;
         const AttentionOutput second = sparse_ring_attention(context, in.q, in.k, in.v, again);
         context.finish_observing();
-        EXPECT_EQ(estimated, 1) << "a replayed index is not estimated";
+        EXPECT_EQ(estimated, chosen) << "a replayed index is not estimated";
         EXPECT_TRUE(at::equal(first.out, second.out));
       });
     }

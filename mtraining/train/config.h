@@ -52,6 +52,9 @@ struct PatternSection {
   /// "fixed": lists of every head from a file (docs/formats.md), or how many columns and diagonals each head takes.
   std::optional<std::string> pattern_file;
   std::optional<int64_t> fixed_columns, fixed_diagonals;
+  /// With pattern_file, for benchmarks: vertical_slash chooses an index beside the lists, timed and not used, so that a step costs what
+  /// it would. Absent: no; `mtraining bench train`: yes.
+  std::optional<bool> estimate;
   pattern::XAttentionOptions xattention;
   pattern::MobaOptions moba;
 };

@@ -30,6 +30,8 @@ void check_section(const std::string& where, const PatternSection& section,
                section.pattern_file && some ? "both"
                : some                       ? "one of the two counts"
                                             : "neither");
+  MT_CHECK_ARG(!section.estimate.value_or(false) || section.pattern_file.has_value(), where,
+               ".estimate: expected false without pattern_file, got true");
   MT_CHECK_ARG(section.options.recall_floor == 0 ||
                    section.pattern == PatternKind::kVerticalSlash ||
                    section.pattern == PatternKind::kDense,
@@ -72,6 +74,7 @@ attention::AttentionPattern pattern_of(const std::string& where, const PatternSe
   pattern.moba = section.moba;
   if (section.pattern == PatternKind::kFixed && section.pattern_file) {
     pattern.given = read_lists(where, *section.pattern_file, config);
+    pattern.estimate = section.estimate.value_or(false);
   } else if (section.pattern == PatternKind::kFixed) {
     pattern.budgets = {*section.fixed_columns, *section.fixed_diagonals};
   }

@@ -67,6 +67,14 @@ TEST(LayerPatterns, RangesReplaceTheSectionWhereTheyAre) {
   EXPECT_NE(said(bad).find("got one of the two counts"), std::string::npos);
   bad.attention.pattern_file = "p.json";
   EXPECT_NE(said(bad).find("got both"), std::string::npos);
+  bad.attention.fixed_columns.reset();
+  EXPECT_EQ(said(bad), "");
+  bad.attention.estimate = true;
+  EXPECT_EQ(said(bad), "");
+  bad = config;
+  bad.attention.layers[0].estimate = true;
+  EXPECT_EQ(said(bad),
+            "attention.layers[0].estimate: expected false without pattern_file, got true");
   bad = config;
   bad.attention.pattern = PatternKind::kMoba;
   bad.attention.options.recall_floor = 0.5;
