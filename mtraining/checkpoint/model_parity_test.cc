@@ -4,6 +4,7 @@
 //   save FOLDER OUT LENGTH                         loads a model folder and saves it for the trained length
 //   init CONFIG OUT SEED                           saves a model that starts from nothing but a config.json and a seed
 #include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
 
 #include <exception>
 #include <filesystem>

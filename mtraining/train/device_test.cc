@@ -4,6 +4,8 @@
 
 #include <ATen/ATen.h>
 #include <ATen/DeviceAccelerator.h>
+#include <ATen/core/grad_mode.h>
+#include <c10/cuda/CUDAFunctions.h>
 #include <gtest/gtest.h>
 #include <torch/csrc/autograd/autograd.h>
 
@@ -133,6 +135,21 @@ TEST(HostLayers, BytesComeBackWhateverRunsBeside) {
       EXPECT_FALSE(back[1].defined());
       EXPECT_TRUE(at::equal(back[2].cpu(), kept[layer][2])) << step << ' ' << layer;
     }
+  }
+}
+
+TEST(HostLayers, OneThatGoesWhileBytesComeBackWritesIntoNoOtherMemory) {
+  constexpr int64_t kBytes = int64_t{256} << 20;
+  const at::TensorOptions bytes = at::TensorOptions(kGpu).dtype(at::kByte);
+  for (int attempt = 0; attempt < 3; ++attempt) {
+    {
+      HostLayers host(kGpu, 1);
+      host.put(0, {at::full({kBytes}, 1, bytes)});
+      host.fetch(0);
+    }  // as an error leaves it
+    const at::Tensor other = at::full({kBytes}, 2, bytes);
+    c10::cuda::device_synchronize();
+    EXPECT_TRUE((other == 2).all().item<bool>()) << attempt;
   }
 }
 

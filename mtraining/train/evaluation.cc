@@ -1,6 +1,7 @@
 // Losses of weights that do not change: held-out data, the first batch before step 1, and the picture of one head.
 
 #include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
 
 #include <algorithm>
 #include <cmath>
@@ -19,6 +20,7 @@ Evaluation Trainer::evaluate(const LayerPatterns& patterns, bool measure_recall)
   MT_CHECK_ARG(s.valid_data != nullptr,
                "data.valid: expected held-out data for an evaluation, got none");
   const at::NoGradGuard no_grad;
+  const State::Unrecorded unrecorded(s);
   const bool dense = all_dense(patterns);
   s.layers.begin(nullptr, 0);
   AttendRequest request;
@@ -59,6 +61,7 @@ Evaluation Trainer::evaluate(const LayerPatterns& patterns, bool measure_recall)
 void Trainer::State::write_example() {
   const int64_t layer = config.trace.example_layer, head = config.trace.example_head;
   const at::NoGradGuard no_grad;
+  const Unrecorded unrecorded(*this);
   layers.begin(nullptr, 0);
   AttendRequest request;
   request.patterns = patterns;
@@ -115,6 +118,7 @@ void Trainer::evaluate_at_end(TrainResult& result) {
 Preflight Trainer::look_at_first_batch() {
   State& s = *state_;
   const at::NoGradGuard no_grad;
+  const State::Unrecorded unrecorded(s);
   Preflight preflight;
   const data::Batch batch =
       s.train_data.batch(s.position.steps_done, 0, s.context.layout(), s.context.cp_rank());

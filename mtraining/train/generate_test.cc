@@ -1,6 +1,7 @@
 #include "mtraining/train/generate.h"
 
 #include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -33,7 +34,8 @@ struct Case {
     for (int64_t i = 0; i < length; ++i) ids[i] = (i * i * 7 + 3 * i + length) % 64;
     return ids;
   }
-  std::vector<int64_t> by_definition(std::vector<int64_t> ids, int64_t count) const {
+  /// [vocab] after ids.
+  at::Tensor logits(const std::vector<int64_t>& ids) const {
     const at::NoGradGuard no_grad;
     const model::Decoder decoder(config.model, parameters);
     const auto attend = [](int64_t, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
@@ -42,15 +44,26 @@ struct Case {
                                               std::nullopt, true)
           .transpose(1, 2);
     };
+    const auto n = static_cast<int64_t>(ids.size());
+    const at::Tensor hidden =
+        decoder.forward(at::tensor(ids).reshape({1, n}), at::arange(n), model::Attend(attend));
+    return at::matmul(decoder.head_weight(), hidden[0][n - 1]);
+  }
+  std::vector<int64_t> by_definition(std::vector<int64_t> ids, int64_t count) const {
     std::vector<int64_t> made;
     for (int64_t i = 0; i < count; ++i) {
-      const auto n = static_cast<int64_t>(ids.size());
-      const at::Tensor hidden =
-          decoder.forward(at::tensor(ids).reshape({1, n}), at::arange(n), model::Attend(attend));
-      made.push_back(at::matmul(decoder.head_weight(), hidden[0][n - 1]).argmax().item<int64_t>());
+      made.push_back(logits(ids).argmax().item<int64_t>());
       ids.push_back(made.back());
     }
     return made;
+  }
+  double log_likelihood(std::vector<int64_t> ids, const std::vector<int64_t>& option) const {
+    double sum = 0;
+    for (const int64_t id : option) {
+      sum += at::log_softmax(logits(ids).to(at::kDouble), 0)[id].item<double>();
+      ids.push_back(id);
+    }
+    return sum;
   }
   std::unique_ptr<Generator> generator() const {
     RunConfig copy = config;
@@ -95,6 +108,38 @@ TEST(Generator, EndsWithTheFirstStopAndRefusesWhatIsNoPrompt) {
   EXPECT_THROW(generator->continue_greedily({1, 64}, 3), InvalidArgument);
   EXPECT_THROW(generator->continue_greedily({-1}, 3), InvalidArgument);
   EXPECT_THROW(generator->continue_greedily({1}, 0), InvalidArgument);
+}
+
+TEST(Generator, OptionsAreAsLikelyAsReadingEverythingAnewSays) {
+  Case c;
+  const auto generator = c.generator();
+  const std::vector<std::vector<int64_t>> options = {{5}, {9, 1}, c.prompt(40), {5, 5, 5}};
+  for (const int64_t length : {1, 63, 130}) {
+    const std::vector<double> got = generator->option_log_likelihoods(c.prompt(length), options);
+    ASSERT_EQ(got.size(), options.size());
+    for (size_t i = 0; i < options.size(); ++i)
+      EXPECT_NEAR(got[i], c.log_likelihood(c.prompt(length), options[i]), 1e-4) << length << i;
+  }
+  EXPECT_THROW(generator->option_log_likelihoods(c.prompt(9), {}), InvalidArgument);
+  EXPECT_THROW(generator->option_log_likelihoods(c.prompt(9), {{}}), InvalidArgument);
+  EXPECT_THROW(generator->option_log_likelihoods(c.prompt(9), {{64}}), InvalidArgument);
+}
+
+TEST(Generator, AnotherPatternMayReadTheNextPromptAndItsDensityIsSaid) {
+  Case c;
+  const auto generator = c.generator();
+  const std::vector<int64_t> dense = generator->continue_greedily(c.prompt(900), 3);
+  EXPECT_NEAR(generator->prompt_density(), 1, 0.02);
+  AttentionSection sparse = c.config.attention;
+  sparse.pattern = pattern::PatternKind::kVerticalSlash;
+  sparse.options.p_vertical = sparse.options.p_slash = 0.05;
+  sparse.options.sink_tokens = 0;
+  generator->attend_with(sparse);
+  generator->continue_greedily(c.prompt(900), 3);
+  EXPECT_LT(generator->prompt_density(), 0.9);
+  EXPECT_GT(generator->prompt_density(), 0);
+  generator->attend_with(c.config.attention);
+  EXPECT_EQ(generator->continue_greedily(c.prompt(900), 3), dense);
 }
 
 }  // namespace

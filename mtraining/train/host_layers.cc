@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <exception>
 #include <utility>
 
 #include "mtraining/base/check.h"
@@ -60,6 +61,14 @@ void for_each_run(const at::Tensor& tensor, const std::vector<at::Tensor>& memor
 HostLayers::HostLayers(at::Device device, int64_t count) : device_(device), count_(count) {
   if (!device.is_cpu() && count > 0)
     copies_ = c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device);
+}
+
+HostLayers::~HostLayers() {
+  try {
+    clear();
+  } catch (const std::exception&) {
+    // The device has failed: nothing on it can be saved, and whoever learns of it first says so.
+  }
 }
 
 void HostLayers::put(int64_t layer, std::vector<at::Tensor> tensors) {

@@ -24,6 +24,10 @@ class HostLayers {
  public:
   /// Of layers 0 .. count - 1. One thread at a time.
   HostLayers(at::Device device, int64_t count);
+  /// After an error too: what is allocated later on the current stream is not written to by copies that are still under way.
+  ~HostLayers();
+  HostLayers(const HostLayers&) = delete;
+  HostLayers& operator=(const HostLayers&) = delete;
 
   bool holds(int64_t layer) const { return layer >= 0 && layer < count_; }
   /// Undefined tensors stay undefined. A layer's tensors are of the same sizes each time.

@@ -2,7 +2,11 @@
 
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include <algorithm>
+#include <iterator>
 #include <utility>
+
+#include "mtraining/base/check.h"
 
 namespace mtraining::train {
 namespace {
@@ -36,17 +40,16 @@ void PartTimes::begin(std::string_view name, const char* row, int64_t train_step
 
 void PartTimes::end(std::string_view name) {
   if (!on_) return;
-  while (!open_.empty()) {
-    Part part = std::move(open_.back());
-    open_.pop_back();
-    if (part.span.name != name) continue;
-    if (part.begin)
-      part.end = recorded(device_);
-    else
-      part.span.end_us = trace::now_us();
-    ended_.push_back(std::move(part));
-    return;
-  }
+  const auto found = std::find_if(open_.rbegin(), open_.rend(),
+                                  [&](const Part& part) { return part.span.name == name; });
+  MT_ASSERT(found != open_.rend(), "part \"", name, "\" ends and was not begun");
+  Part part = std::move(*found);
+  open_.erase(std::prev(found.base()), open_.end());
+  if (part.begin)
+    part.end = recorded(device_);
+  else
+    part.span.end_us = trace::now_us();
+  ended_.push_back(std::move(part));
 }
 
 void PartTimes::collect(trace::SpanRecorder& recorder) {

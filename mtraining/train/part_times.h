@@ -32,6 +32,7 @@ class PartTimes {
   void begin(std::string_view name, const char* row, int64_t train_step, int64_t layer = -1,
              Clock clock = Clock::kDevice);
   /// Of the innermost open part of that name; what was begun inside it and not ended (an error came between) is forgotten.
+  /// Errors: InternalError where no part of that name is open.
   void end(std::string_view name);
   /// Adds the ended parts, in the order of their ends. Waits for the device.
   void collect(trace::SpanRecorder& recorder);

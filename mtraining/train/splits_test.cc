@@ -1,5 +1,6 @@
 // One run for every split, sharding and order of micro-steps, and its parameters against a loop written without the trainer.
 
+#include <ATen/core/grad_mode.h>
 #include <gtest/gtest.h>
 #include <torch/csrc/autograd/autograd.h>
 

@@ -1,6 +1,7 @@
 #include "mtraining/train/trainer_state.h"
 
 #include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/autograd.h>
 
 #include <string_view>

@@ -12,6 +12,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "mtraining/data/batches.h"
@@ -112,6 +113,25 @@ struct Trainer::State {
   double gather_metrics(const StepUnderWay& step, const AttendRequest& request,
                         trace::StepMetrics& m);
   void write_example();
+
+  /// While it lives, parts are not recorded: those of what is no train step. Ended ones have been collected before.
+  class Unrecorded {
+   public:
+    explicit Unrecorded(State& state)
+        : state_(state), was_recording_(std::exchange(state.recording, false)) {
+      state_.times.record(false);
+    }
+    ~Unrecorded() {
+      state_.recording = was_recording_;
+      state_.times.record(was_recording_);
+    }
+    Unrecorded(const Unrecorded&) = delete;
+    Unrecorded& operator=(const Unrecorded&) = delete;
+
+   private:
+    State& state_;
+    bool was_recording_;
+  };
 };
 
 }  // namespace mtraining::train

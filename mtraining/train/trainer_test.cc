@@ -5,8 +5,11 @@
 #include <cmath>
 #include <cstdlib>
 #include <fstream>
+#include <map>
 #include <nlohmann/json.hpp>
+#include <string>
 
+#include "mtraining/train/part_times.h"
 #include "mtraining/train/tiny_run.h"
 
 namespace mtraining::train {
@@ -378,6 +381,84 @@ TEST(Trainer, ARunLeavesMetricsTraceSummaryAndExample) {
        {"summary.json", "example/q.npy", "example/k.npy", "example/index.json"}) {
     EXPECT_TRUE(std::filesystem::exists(data.folder() / name)) << name;
   }
+}
+
+TEST(Trainer, WhatIsNoTrainStepLeavesNoSpans) {
+  const TinyData data("trainer_spans");
+  RunConfig config = tiny_config(data);
+  config.train.seq_len = 192;
+  config.train.steps = 3;
+  config.train.preflight = true;
+  config.eval.every = 1;
+  config.checkpoint.every = 1;
+  config.trace.chrome = true;
+  config.trace.first_step = 1;
+  config.trace.steps = 3;
+  config.trace.example_layer = 0;
+  const ResolvedRun resolved = resolve(config, topology::LaunchEnvironment());
+  comm::run_loopback(1, [&](comm::Transport& transport) {
+    Trainer trainer(config, resolved, transport);
+    trainer.run(TrainObserver());
+    std::map<std::string, int> count;
+    for (const trace::Span& span : trainer.spans()) {
+      ++count[span.name];
+      EXPECT_GE(span.train_step, 1) << span.name;
+    }
+    for (const char* once_a_step : {"train_step", "embed", "head_and_loss", "optimizer"})
+      EXPECT_EQ(count[once_a_step], 3) << once_a_step;
+    EXPECT_EQ(count["mlp"], 3 * 2);  // layers
+    EXPECT_GE(count["checkpoint"], 3);
+  });
+}
+
+TEST(Trainer, WeightsOfOneProductLieBehindOneAnotherHoweverParametersAreKept) {
+  const TinyData data("trainer_places");
+  RunConfig config = tiny_config(data);
+  config.model.attention_bias = true;
+  for (const int zero : {0, 2}) {
+    config.parallel.zero = zero;
+    topology::LaunchEnvironment launch;
+    launch.world_size = 2;
+    launch.local_world_size = 2;
+    const ResolvedRun resolved = resolve(config, launch);
+    comm::run_loopback(2, [&](comm::Transport& transport) {
+      at::set_num_threads(1);
+      Trainer trainer(config, resolved, transport);
+      std::map<std::string, at::Tensor> values;
+      for (const model::Parameter& p : trainer.parameters()) values[p.name] = p.value;
+      const auto follows = [&](const std::string& layer, const char* first, const char* second) {
+        const at::Tensor &a = values.at(layer + first), &b = values.at(layer + second);
+        return static_cast<const char*>(a.const_data_ptr()) + a.nbytes() == b.const_data_ptr();
+      };
+      for (const std::string layer : {"model.layers.0.", "model.layers.1."}) {
+        for (const char* kind : {"weight", "bias"}) {
+          const auto name = [&](const char* of) {
+            return concat("self_attn.", of, "_proj.", kind);
+          };
+          EXPECT_TRUE(follows(layer, name("q").c_str(), name("k").c_str())) << zero << kind;
+          EXPECT_TRUE(follows(layer, name("k").c_str(), name("v").c_str())) << zero << kind;
+        }
+        EXPECT_TRUE(follows(layer, "mlp.gate_proj.weight", "mlp.up_proj.weight")) << zero;
+      }
+    });
+  }
+}
+
+TEST(PartTimes, AnEndOfNothingIsRefusedAndTakesNothingAlong) {
+  PartTimes times(at::kCPU);
+  trace::SpanRecorder recorder;
+  times.end("nothing is recorded");
+  times.record(true);
+  times.begin("outer", "step", 1);
+  times.begin("inner", "model", 1);
+  EXPECT_THROW(times.end("other"), InternalError);
+  times.end("inner");
+  times.end("outer");
+  EXPECT_THROW(times.end("outer"), InternalError);
+  times.collect(recorder);
+  ASSERT_EQ(recorder.spans().size(), 2u);
+  EXPECT_EQ(recorder.spans()[0].name, "inner");
+  EXPECT_EQ(recorder.spans()[1].name, "outer");
 }
 
 TEST(Trainer, IndicesAreKeptOnlyWhereTheyAreAskedFor) {

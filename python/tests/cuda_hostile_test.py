@@ -283,6 +283,43 @@ def test_a_nan_spoils_no_block_before_it(plain, which):
         refused(lambda: mtraining.build_index(*plain[:2], pattern=SPARSE), f"{which}: ", "finite")
 
 
+UNCHOOSABLE = "expected finite values below 2^50, got NaN, inf or a larger one at sample 1, "
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf"), 2.0**50], ids=str)
+@pytest.mark.parametrize(
+    ("which", "place", "where"),
+    [("q", (1, 390, 2, 63), "head 2, position 390"), ("k", (1, 5, 1, 0), "position 5")],
+    ids=["q", "k"],
+)
+def test_the_call_after_a_refused_choice_says_where_the_value_was_and_the_one_after_works(
+    which, place, where, value
+):
+    q, k, v = inputs(400, batch=2)
+    index = mtraining.build_index(q, k, pattern=SPARSE)
+    bad = [x.clone() for x in (q, k)]
+    bad["qk".index(which)][place] = value
+    later = {
+        "build_index": lambda: mtraining.build_index(q, k, pattern=SPARSE),
+        "attend": lambda: mtraining.attend(q, k, v, index),
+        "sparse_attention": lambda: mtraining.sparse_attention(q, k, v, pattern=SPARSE),
+        "recall": lambda: index.recall(q, k),
+    }
+    for name, call in later.items():
+        call()
+        mtraining.build_index(*bad, pattern=SPARSE)  # enqueued: nobody waits, nothing is thrown
+        torch.cuda.synchronize()
+        with pytest.raises(ValueError) as caught:
+            call()
+        assert str(caught.value) == f"{which}: {UNCHOOSABLE}{where}", name
+        call()
+    # Within one call too: attention refuses what its own index could not be chosen from, or the next call does.
+    with pytest.raises(ValueError, match=f"^{which}: expected finite values"):
+        mtraining.sparse_attention(*bad, v, pattern=SPARSE)
+        torch.cuda.synchronize()
+        call()
+
+
 def broken(index, **changes):
     return dataclasses.replace(index, **changes)
 
