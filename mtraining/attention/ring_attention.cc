@@ -16,9 +16,6 @@
 #include "mtraining/attention/tensors.h"
 #include "mtraining/base/check.h"
 #include "mtraining/kernels/launch.h"
-#ifdef MT_WITH_CUDA
-#include "mtraining/kernels/rounding_cuda/rounding.h"
-#endif
 
 namespace mtraining::attention {
 namespace {
@@ -52,22 +49,6 @@ bool is_torchs(const RingContext::State& state, IndexPlan& plan, const RingCall&
                kernels::Direction direction) {
   return !call.q.is_cpu() && kernels::choose(request_of(state, plan, call, direction)).backend ==
                                  kernels::Backend::kTorch;
-}
-
-/// What rounds to `dtype`: (rounded, what that lost).
-std::pair<at::Tensor, at::Tensor> rounded(at::Tensor& out, at::ScalarType dtype) {
-#ifdef MT_WITH_CUDA
-  if (out.is_cuda()) {
-    const at::TensorOptions options = out.options().dtype(dtype);
-    at::Tensor near = at::empty(out.sizes(), options), rest = at::empty(out.sizes(), options);
-    kernels::rounding_cuda::split(out.const_data_ptr<float>(), out.numel(),
-                                  kernel_dtype(near, "out"), near.mutable_data_ptr(),
-                                  rest.mutable_data_ptr(), current_stream(out.device()));
-    return {near, rest};
-  }
-#endif
-  at::Tensor near = out.to(dtype);
-  return {near, out.sub_(near).to(dtype)};
 }
 
 /// Which launch takes the exchanged columns along, by its operation. Forward: the last one, under which all else has arrived. Backward:
@@ -226,27 +207,37 @@ ForwardResult ring_forward(RingContext::State& state, IndexPlan& plan, StartedFo
     return result;
   }
   const at::TensorOptions state_options = at::TensorOptions().dtype(held).device(device);
-  // The result itself where no conversion follows.
-  at::Tensor out =
-      held == dtype ? at::empty(call.q.sizes(), state_options) : state_rows(state, call.q, held);
+  const bool rounds = held != dtype;
+  // The result; in the type of the state, where it has another, only between launches.
+  at::Tensor out = at::empty(call.q.sizes(), state_options.dtype(dtype)), residual, between;
+  if (rounds) residual = at::empty_like(out);
   at::Tensor lse = at::empty({call.q.size(0), call.q.size(2), call.q.size(1)}, state_options);
 
   const bool exchanged = columns_are_exchanged(state, plan, static_cast<int>(call.k.size(2)));
   Launcher launcher(state, plan, slots, call, exchanged, kernels::Direction::kForward);
   bool first = true;
-  const auto launch = [&](const std::vector<kernels::KeySource>& sources, bool under_way) {
+  const auto launch = [&](const std::vector<kernels::KeySource>& sources, bool under_way,
+                          bool last) {
     kernels::ForwardParams params;
     launcher.fill(params, sources, under_way);
-    params.out = view(out);
     params.lse = lse.data_ptr();
     params.first = std::exchange(first, false);
+    if (!rounds) params.out = view(out);
+    if (rounds && last) {
+      params.rounded = view(out);
+      params.residual = view(residual);
+    }
+    if (rounds && kernels::needs_out(launcher.backend(), params)) {
+      if (!between.defined()) between = state_rows(state, call.q, held);
+      params.out = view(between);
+    }
     launcher.give_workspace(params);
     kernels::forward(launcher.backend(), params);
   };
 
   std::optional<ColumnExchange> columns;
-  const int with_columns =
-      exchanged ? launch_with_columns(state.forward, kernels::Direction::kForward) : -1;
+  const int last_op = launch_with_columns(state.forward, kernels::Direction::kForward);
+  const int with_columns = exchanged ? last_op : -1;
   int attended_slices = 0;
   const auto post_columns = [&] {
     columns.emplace(
@@ -266,7 +257,8 @@ ForwardResult ring_forward(RingContext::State& state, IndexPlan& plan, StartedFo
         sources.push_back(columns->gathered(attended_slices));
     }
     auto stretch = state.begin_stretch(device);
-    launch(sources, pass.needs_multiprocessors() || (columns && columns->needs_multiprocessors()));
+    launch(sources, pass.needs_multiprocessors() || (columns && columns->needs_multiprocessors()),
+           op.id == last_op && (!columns || attended_slices == columns->num_slices()));
     state.end_stretch(
         std::move(stretch), "forward", op.ring_step,
         launcher.pairs_of(op) + (op.id == with_columns ? launcher.exchanged_column_pairs() : 0));
@@ -278,12 +270,10 @@ ForwardResult ring_forward(RingContext::State& state, IndexPlan& plan, StartedFo
     if (slice + 1 < columns->num_slices()) columns->post_gather(slice + 1);
     const kernels::KeySource source = columns->gathered(slice);
     auto stretch = state.begin_stretch(device);
-    launch({source}, columns->needs_multiprocessors());
+    launch({source}, columns->needs_multiprocessors(), slice + 1 == columns->num_slices());
     state.end_stretch(std::move(stretch), "columns", slice, 0);
   }
-  if (held == dtype) return {out, lse, {}};
-  const auto [near, rest] = rounded(out, dtype);
-  return {near, lse, rest};
+  return {out, lse, residual};
 }
 
 namespace {
