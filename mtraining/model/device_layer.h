@@ -3,8 +3,9 @@
 // In:   h [B, n, hidden], the layer's parameters, rotary tables. Out: q, k, v; then h after the layer. Next: decoder.h.
 //
 // attention_input: norm, one product for q, k and v, rotation in place. attention_output: product o, residual and norm in one pass, the
-// SwiGLU part, residual; both over runs of tokens. Where q, k, v (gate, up) lie behind one another in memory their product is one
-// (join_projections); elsewhere there are as many products into the same rows. Products are cuBLAS's, float32 inside; the passes
+// SwiGLU part, residual; both over runs of tokens. Where the weights of q, k, v (gate, up) lie behind one another in memory their product
+// is one (join_projections; parameters that optim/ lays out anew keep it, but where a bucket ends among them); elsewhere there are as
+// many products into the same rows. Products are cuBLAS's, float32 inside; the passes
 // between them are kernels/elementwise_cuda. Sums over runs are float32, so that other runs than one change last bits.
 // Kept between forward and backward, a token: h, q, k, v; attended, h + o; with mlp_tile = 0 gate and up too. Norms are made again.
 // bf16 and float32. Stream: the current one; nothing here waits for the device. Deterministic.

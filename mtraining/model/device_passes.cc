@@ -41,8 +41,9 @@ at::Tensor floats(at::IntArrayRef shape, const at::Tensor& like) {
 /// rows = x weights^T + biases, the parts beside each other. Undefined biases: none.
 void project(at::Tensor rows, const at::Tensor& x, at::TensorList weights, at::TensorList biases) {
   const bool has_bias = biases.front().defined();
-  const at::Tensor weight = joined(weights), bias = has_bias ? joined(biases) : at::Tensor();
-  if (weight.defined() && bias.defined() == has_bias) {
+  if (const at::Tensor weight = joined(weights); weight.defined()) {
+    at::Tensor bias = has_bias ? joined(biases) : at::Tensor();
+    if (has_bias && !bias.defined()) bias = at::cat(biases);  // short: cheaper than more products
     has_bias ? at::addmm_out(rows, bias, x, weight.t()) : at::mm_out(rows, x, weight.t());
     return;
   }
