@@ -97,10 +97,10 @@ std::vector<NamedShape> parameter_shapes(const DecoderConfig& c) {
     };
     add("input_layernorm.weight", {c.hidden_size});
     add("self_attn.q_proj.weight", {q, c.hidden_size});
-    add("self_attn.q_proj.bias", {q}, has.qkv_bias);
     add("self_attn.k_proj.weight", {kv, c.hidden_size});
-    add("self_attn.k_proj.bias", {kv}, has.qkv_bias);
     add("self_attn.v_proj.weight", {kv, c.hidden_size});
+    add("self_attn.q_proj.bias", {q}, has.qkv_bias);
+    add("self_attn.k_proj.bias", {kv}, has.qkv_bias);
     add("self_attn.v_proj.bias", {kv}, has.qkv_bias);
     add("self_attn.o_proj.weight", {c.hidden_size, q});
     add("self_attn.o_proj.bias", {c.hidden_size}, has.out_bias);
