@@ -23,9 +23,9 @@ struct KeyConsumer {
   const BackwardArgs& args;
   uint32_t base;
   int warp, lane;  // warp within the group
-  RingCursor<Shape::kStages> ring;
-  uint32_t step =
-      0;  // stages that this group needed so far, over all items: which buffer of score gradients
+  CountedCursor<Shape::kStages> ring;
+  CountedCursor<2>
+      buffers;  // of score gradients: counts the stages that this group needed, over all items
 
   /// Where it is needed: hoisted out of the loop, such addresses would take the registers.
   static __device__ __forceinline__ uint32_t exclusive_or(uint32_t a, uint32_t b) {
@@ -66,11 +66,11 @@ struct KeyConsumer {
   }
 
   __device__ __forceinline__ void mask(float (&s)[32], uint32_t flags) const {
-    const uint4 note = load_shared_v4(Shape::note(base, ring.slot));
+    const uint4 note = load_shared_v4(Shape::note(base, ring.slot()));
     const int32_t q_start = static_cast<int32_t>(note.y), q_block = static_cast<int32_t>(note.z);
     const int first = 16 * (warp & 1) + lane / 4;
     const uint32_t bits = static_cast<uint32_t>(
-        load_shared_s32(Shape::note(base, ring.slot) + 16 + kGroup * 8 + warp / 2 * 4));
+        load_shared_s32(Shape::note(base, ring.slot()) + 16 + kGroup * 8 + warp / 2 * 4));
     int32_t position[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -194,41 +194,30 @@ struct KeyConsumer {
 
   /// This group's flags of the ring's next stage, once it is there.
   __device__ __forceinline__ uint32_t look() const {
-    mbarrier_wait(Shape::full(base, ring.slot), ring.parity);
-    const uint32_t flags = load_shared_s32(Shape::note(base, ring.slot));
-    return (flags & kEnd) != 0 ? kEnd : flags >> (kGroup * kGroupFlags) & ((1 << kGroupFlags) - 1);
-  }
-
-  /// Passes stages that this group does not need. Stops at one that it needs, or the end.
-  __device__ __forceinline__ uint32_t pass() {
-    uint32_t flags = look();
-    while ((flags & (kNeeded | kEnd)) == 0) {
-      arrive(Shape::empty(base, ring.slot));
-      ring.advance();
-      flags = look();
-    }
-    return flags;
+    mbarrier_wait(Shape::full(base, ring.slot()), ring.parity());
+    const uint32_t flags = load_shared_s32(Shape::note(base, ring.slot()));
+    return flags >> (kGroup * kGroupFlags) & ((1 << kGroupFlags) - 1);
   }
 
   /// Score gradients of a stage to the warpgroup that computes dq.
   __device__ __forceinline__ void leave_scores(const uint32_t (&gradients)[4][4]) {
-    const uint32_t buffer = step & 1;
-    mbarrier_wait(Shape::scores_empty(base, buffer, kGroup), (step >> 1 & 1) ^ 1);
-    store_scores(gradients, buffer);
+    mbarrier_wait(Shape::scores_empty(base, buffers.slot(), kGroup), buffers.parity() ^ 1);
+    store_scores(gradients, buffers.slot());
     fence_async_shared();
-    arrive(Shape::scores_full(base, buffer, kGroup));
-    ++step;
+    arrive(Shape::scores_full(base, buffers.slot(), kGroup));
+    buffers.advance();
   }
 
-  /// Stages that this group needs, one after the other; ends before the first that it does not need, or the end.
-  __device__ __forceinline__ void work(float (&dk)[kD / 2], float (&dv)[kD / 2], uint32_t flags) {
+  /// Stages that this group needs, one after the other; ends before the first that it does not need, or behind the item's last: kEnd.
+  __device__ __forceinline__ uint32_t work(float (&dk)[kD / 2], float (&dv)[kD / 2],
+                                           uint32_t flags) {
     wgmma_fence();
     float s[32];
-    issue_scores(s, Shape::keys(base, kGroup), Shape::queries(base, ring.slot));
+    issue_scores(s, Shape::keys(base, kGroup), Shape::queries(base, ring.slot()));
     wgmma_wait<0>();
     pin(s);
     for (;;) {  // nothing in flight; s holds scores
-      const uint32_t slot = ring.slot;
+      const uint32_t slot = ring.slot();
       if ((flags & (kMaskBits | kMaskEach)) != 0) mask(s, flags);
       probabilities(s, Shape::statistics(base, slot));
       float dp[32];
@@ -247,25 +236,26 @@ struct KeyConsumer {
       issue_keys(dk, gradients, Shape::queries(base, slot));
       if constexpr (kWithQueries) leave_scores(gradients);
       ring.advance();
-      flags = look();
+      const uint32_t end = flags & kEnd;
+      flags = end != 0 ? 0 : look();
       if constexpr (kWithQueries) {
         wgmma_wait<0>();
         pin(dk);
         pin(dv);
         arrive(Shape::empty(base, slot));
-        if ((flags & kNeeded) == 0) return;
+        if ((flags & kNeeded) == 0) return end;
         wgmma_fence();
-        issue_scores(s, Shape::keys(base, kGroup), Shape::queries(base, ring.slot));
+        issue_scores(s, Shape::keys(base, kGroup), Shape::queries(base, ring.slot()));
       } else {
         if ((flags & kNeeded) == 0) {
           wgmma_wait<0>();
           pin(dk);
           pin(dv);
           arrive(Shape::empty(base, slot));
-          return;
+          return end;
         }
         wgmma_fence();
-        issue_scores(s, Shape::keys(base, kGroup), Shape::queries(base, ring.slot));
+        issue_scores(s, Shape::keys(base, kGroup), Shape::queries(base, ring.slot()));
         wgmma_wait<1>();
         pin(dk);
         pin(dv);
@@ -332,12 +322,17 @@ struct KeyConsumer {
 #pragma unroll
       for (int i = 0; i < kD / 2; ++i) dk[i] = dv[i] = 0;
       bool any = false;
-      for (uint32_t flags = pass(); (flags & kEnd) == 0; flags = pass()) {
-        any = true;
-        work(dk, dv, flags);
+      for (uint32_t end = 0; end == 0;) {
+        const uint32_t flags = look();
+        if ((flags & kNeeded) != 0) {
+          any = true;
+          end = work(dk, dv, flags);
+        } else {
+          end = flags & kEnd;
+          arrive(Shape::empty(base, ring.slot()));
+          ring.advance();
+        }
       }
-      arrive(Shape::empty(base, ring.slot));
-      ring.advance();
       const uint4 item = load_shared_v4(Shape::item(base));
       arrive(Shape::keys_empty(base));
       const bool whole =

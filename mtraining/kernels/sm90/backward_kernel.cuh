@@ -1,4 +1,4 @@
-// The key-stationary backward kernel: one producer warp, two warpgroups of keys and, where dq is asked for, one that computes it on
+// The key-stationary backward kernel: a warp that lists stages, one that loads them, two warpgroups of keys and, where dq is asked for, one that computes it on
 // every SM, until the queue is empty.
 //
 // In:   BackwardArgs. Out: dk, dv; dq where it is asked for. Next: one instantiation a file, backward_<dtype>_d<head_dim>.cu.
@@ -7,6 +7,7 @@
 #include <atomic>
 
 #include "mtraining/kernels/sm90/backward_consumer.cuh"
+#include "mtraining/kernels/sm90/backward_lister.cuh"
 #include "mtraining/kernels/sm90/backward_producer.cuh"
 #include "mtraining/kernels/sm90/backward_query_gradients.cuh"
 
@@ -30,6 +31,10 @@ __global__ void __launch_bounds__(BackwardShape<kD, kWithQueries>::kThreads, 1)
     mbarrier_init(Shape::keys_full(base), kArrivals);
     mbarrier_init(Shape::keys_empty(base), kConsumers);
     mbarrier_init(Shape::uncleaned(base), 1);
+    for (int s = 0; s < Shape::kListed; ++s) {
+      mbarrier_init(Shape::listed(base, s), kArrivals);
+      mbarrier_init(Shape::taken(base, s), kArrivals);
+    }
     for (int b = 0; b < 2; ++b) {
       for (int g = 0; g < Shape::kGroups; ++g) {
         mbarrier_init(Shape::scores_full(base, b, g), 4 * kArrivals);
@@ -44,6 +49,9 @@ __global__ void __launch_bounds__(BackwardShape<kD, kWithQueries>::kThreads, 1)
     if (warp == Shape::kConsumerWarps) {
       KeyProducer<kD, kWithQueries> producer{args, base, lane};
       producer.run();
+    } else if (warp == Shape::kConsumerWarps + 1) {
+      KeyLister<kD, kWithQueries> lister{args, base, lane};
+      lister.run();
     }
   } else if (kWithQueries && warp >= Shape::kKeyWarps) {
     registers_decrease<Shape::kQueryRegisters>();

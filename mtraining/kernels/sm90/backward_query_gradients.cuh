@@ -19,8 +19,8 @@ struct QueryGradients {
   const BackwardArgs& args;
   uint32_t base;
   int warp, lane;  // warp within the group
-  RingCursor<Shape::kStages> ring;
-  uint32_t steps[2] = {0, 0};  // stages that a key group needed so far
+  CountedCursor<Shape::kStages> ring;
+  CountedCursor<2> buffers[2];  // of score gradients, of a key group
 
   static __device__ __forceinline__ uint32_t exclusive_or(uint32_t a, uint32_t b) {
     uint32_t c;
@@ -43,7 +43,7 @@ struct QueryGradients {
     wgmma_fence();
 #pragma unroll
     for (int g = kFirst; g < kLast; ++g) {
-      const uint64_t ds = matrix_descriptor<8192, 1024>(Shape::scores(base, steps[g] & 1, g));
+      const uint64_t ds = matrix_descriptor<8192, 1024>(Shape::scores(base, buffers[g].slot(), g));
       const uint64_t k =
           matrix_descriptor<8192, 1024>(Shape::keys(base, g) + half * (kD == 128 ? 8192 : 64));
 #pragma unroll
@@ -83,7 +83,7 @@ struct QueryGradients {
   __device__ __forceinline__ void stage(int32_t q_block, int32_t row) {
 #pragma unroll
     for (int g = kFirst; g < kLast; ++g)
-      mbarrier_wait(Shape::scores_full(base, steps[g] & 1, g), steps[g] >> 1 & 1);
+      mbarrier_wait(Shape::scores_full(base, buffers[g].slot(), g), buffers[g].parity());
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float dq[kHalf / 2];
@@ -91,8 +91,8 @@ struct QueryGradients {
       if (half == 1) {
 #pragma unroll
         for (int g = kFirst; g < kLast; ++g) {
-          arrive(Shape::scores_empty(base, steps[g] & 1, g));
-          ++steps[g];
+          arrive(Shape::scores_empty(base, buffers[g].slot(), g));
+          buffers[g].advance();
         }
       }
       // The copy of this half of the stage before has left its place; the other half's may be on its way.
@@ -114,20 +114,20 @@ struct QueryGradients {
       mbarrier_wait(Shape::keys_full(base), parity);
       if (load_shared_s32(Shape::item(base)) == kItemEnd) break;
       for (;;) {
-        mbarrier_wait(Shape::full(base, ring.slot), ring.parity);
-        const uint4 note = load_shared_v4(Shape::note(base, ring.slot));
-        arrive(Shape::empty(base, ring.slot));
+        mbarrier_wait(Shape::full(base, ring.slot()), ring.parity());
+        const uint4 note = load_shared_v4(Shape::note(base, ring.slot()));
+        arrive(Shape::empty(base, ring.slot()));
         ring.advance();
-        if ((note.x & kEnd) != 0) break;
         const bool first = (note.x & kNeeded) != 0, second = (note.x >> kGroupFlags & kNeeded) != 0;
         const int32_t q_block = static_cast<int32_t>(note.z), row = static_cast<int32_t>(note.w);
         if (first && second) {
           stage<0, 2>(q_block, row);
         } else if (first) {
           stage<0, 1>(q_block, row);
-        } else {
+        } else if (second) {
           stage<1, 2>(q_block, row);
         }
+        if ((note.x & kEnd) != 0) break;
       }
       arrive(Shape::keys_empty(base));
     }

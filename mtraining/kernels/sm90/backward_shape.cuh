@@ -1,6 +1,6 @@
 // Shared memory of the key-stationary backward and what producer and consumers tell each other through it.
 //
-// In:   head_dim. Out: offsets, notes. Next: backward_producer.cuh, backward_consumer.cuh.
+// In:   head_dim. Out: offsets, notes. Next: backward_lister.cuh, backward_producer.cuh, backward_consumer.cuh.
 #pragma once
 
 #include <cstdint>
@@ -20,6 +20,7 @@ struct BackwardShape {
   static constexpr int kScoreBytes = 64 * 64 * 2;        // dS^T of a group: [64 keys][64 queries]
   static constexpr int kStatisticsBytes = 2 * 64 * 4;
   static constexpr int kNoteBytes = 32;
+  static constexpr int kListed = 8;  // entries that the lister is ahead
 
   static constexpr int kQueries = 2 * kGroups * kTileBytes;
   static constexpr int kScores = kQueries + kStages * 2 * kTileBytes;
@@ -31,8 +32,9 @@ struct BackwardShape {
   static constexpr int kNotes = kStatistics + kStages * kStatisticsBytes;
   static constexpr int kPositions = kNotes + kStages * kNoteBytes;
   static constexpr int kItem = kPositions + kGroups * 64 * 4;
-  static constexpr int kBarriers = kItem + 32;
-  static constexpr int kBytes = kBarriers + (2 * kStages + 11) * 8;
+  static constexpr int kEntries = kItem + 32;
+  static constexpr int kBarriers = kEntries + kListed * kNoteBytes;
+  static constexpr int kBytes = kBarriers + (2 * (kStages + kListed) + 11) * 8;
   static constexpr int kKeyWarps = 4 * kGroups;
   static constexpr int kConsumerWarps = kKeyWarps + (kWithQueries ? 4 : 0);
   static constexpr int kThreads = 32 * kConsumerWarps + 128;
@@ -66,8 +68,11 @@ struct BackwardShape {
     return base + kPositions + group * 256;
   }
   static __device__ __forceinline__ uint32_t item(uint32_t base) { return base + kItem; }
+  static __device__ __forceinline__ uint32_t entry(uint32_t base, uint32_t slot) {
+    return base + kEntries + slot * kNoteBytes;
+  }
   // Barriers: a stage is loaded; done with (every consumer warp); the item's keys are loaded; done with; rows to be cleaned are
-  // loaded; a group's buffer of score gradients is written; read.
+  // loaded; a group's buffer of score gradients is written; read; an entry is listed; taken.
   static __device__ __forceinline__ uint32_t full(uint32_t base, uint32_t slot) {
     return base + kBarriers + slot * 8;
   }
@@ -91,12 +96,30 @@ struct BackwardShape {
                                                           uint32_t group) {
     return keys_full(base) + 56 + (buffer * kGroups + group) * 8;
   }
+  static __device__ __forceinline__ uint32_t listed(uint32_t base, uint32_t slot) {
+    return keys_full(base) + 88 + slot * 8;
+  }
+  static __device__ __forceinline__ uint32_t taken(uint32_t base, uint32_t slot) {
+    return listed(base, kListed + slot);
+  }
 };
 
 // An item's note: {kind and source << 8, row or (sample, kv head), first key row or column, keys that exist from there on}.
 inline constexpr uint32_t kItemBlocks = 0, kItemColumns = 1, kItemEnd = 2;
 // A stage's note: {flags of group 0 | flags of group 1 << 8, position of the first query, query block, head | batch << 16},
-// {bits of keys that count: group 0, group 1}. Flags as in the forward's notes.
+// {bits of keys that count: group 0, group 1}. Flags as in the forward's notes; kEnd, in both: the item's last.
 inline constexpr int kGroupFlags = 8;
+// An entry of the list: a stage's note; with this bit in the first word, an item's.
+inline constexpr uint32_t kItemEntry = 1u << 31;
+
+/// The next place of a ring of kPlaces, a power of two: one register, where the consumers have none to spare.
+template <int kPlaces>
+struct CountedCursor {
+  static_assert((kPlaces & (kPlaces - 1)) == 0);
+  uint32_t count = 0;
+  __device__ __forceinline__ uint32_t slot() const { return count % kPlaces; }
+  __device__ __forceinline__ uint32_t parity() const { return count / kPlaces & 1; }
+  __device__ __forceinline__ void advance() { ++count; }
+};
 
 }  // namespace mtraining::kernels::sm90

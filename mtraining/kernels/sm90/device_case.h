@@ -66,8 +66,7 @@ struct Case {
   bool ragged_memory = false;  // contiguous, one rank: memory ends with the sequence
   int64_t num_columns = 40;
   double outlier_channel = 0;  // > 0: a few channels of q and k multiplied by it
-  int repeats =
-      0;  // of the deterministic backward, one rank: the same bits with any number of SMs beside other work
+  int repeats = 0;  // of the backward, one rank: the same with any number of SMs beside other work
   bool huge_scores = false;  // +500 and -500 between documents, which do not see each other
   // One key of each block has nearly all the weight of what a row sees up to there, walking back: e^4 times the block's after it.
   bool rising_peaks = false;
