@@ -251,6 +251,11 @@ void check_fault(const kernels::pattern_cuda::FaultReport& report) {
   if (report.code == 0) return;
   const int64_t place = cuda::fault_place(report.code), n = report.seq_len,
                 heads = report.num_q_heads;
+  const auto refuse_list = [&](const char* list, const char* what) {
+    MT_CHECK_ARG(false, "make_index: ", list, " of sample ", place / heads, ", head ",
+                 place % heads, ": expected ", what, " in [0, ", report.end, "), got ",
+                 report.value);
+  };
   switch (cuda::fault_kind(report.code)) {
     case cuda::FaultKind::kQuery:
       MT_CHECK_FINITE(
@@ -265,6 +270,19 @@ void check_fault(const kernels::pattern_cuda::FaultReport& report) {
       MT_CHECK_FINITE(false, "attention scores: expected values below 2^16 on a GPU, got larger ",
                       "ones at sample ", report.first_sample + place / heads, ", head ",
                       place % heads);
+    case cuda::FaultKind::kCount:
+      MT_CHECK_ARG(false, place % 2 == 0 ? "num_diagonals[" : "num_columns[", place / 2 / heads,
+                   ", ", place / 2 % heads, "]: expected 0 .. ", report.end - 1,
+                   " (the capacity), got ", report.value);
+    case cuda::FaultKind::kDiagonal:
+      refuse_list("diagonals", "block diagonals");
+      break;
+    case cuda::FaultKind::kColumn:
+      refuse_list("columns", "positions");
+      break;
+    case cuda::FaultKind::kDocument:
+      MT_CHECK_ARG(false, "document_starts[", place / n, ", ", place % n, "]: expected 0 .. ",
+                   place % n, ", got ", report.value);
   }
   MT_ASSERT(false, "fault ", report.code);
 }

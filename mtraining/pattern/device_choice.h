@@ -31,7 +31,8 @@ struct DeviceIndex {
   kernels::pattern_cuda::FaultReport* report = nullptr;
   int64_t first_sample = 0;  ///< of the call's batch, for the report
 };
-/// Errors: NotFinite, one sentence that says which input, where: as the host's choice says it.
+/// Errors: NotFinite, or InvalidArgument for lists and documents that a user gave: one sentence that says which input, where, as the
+/// host says it.
 void check_fault(const kernels::pattern_cuda::FaultReport& report);
 
 /// Observation rows: int32 [count] in device memory, ascending. window_positions and sampled_positions (observation.h) give them; one

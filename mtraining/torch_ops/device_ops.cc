@@ -8,6 +8,8 @@
 #include <limits>
 #include <map>
 #include <mutex>
+#include <optional>
+#include <utility>
 #include <vector>
 
 #include "mtraining/attention/tensors.h"
@@ -48,7 +50,8 @@ at::Tensor shaped_document_starts(const at::Tensor& document_starts, int64_t bat
 }
 
 // ---------------------------------------------------------------- faults
-/// Where a device tells of values that no index can be chosen from. Nobody waits for it: the next call throws.
+/// Where a device tells of values that no index can be chosen from, and of lists that none has. Nobody waits for it: the next call
+/// throws.
 kernels::pattern_cuda::FaultReport* fault_report(at::Device device) {
   static std::mutex mutex;
   // Never freed: a kernel may still be running when the process ends.
@@ -71,17 +74,20 @@ void throw_reported(at::Device device) {
   found.num_q_heads = report->num_q_heads;
   found.seq_len = report->seq_len;
   found.first_sample = report->first_sample;
+  found.value = report->value;
+  found.end = report->end;
   report->code = 0;
+  report->claimed = 0;
   pattern::check_fault(found);
 }
 
 // ---------------------------------------------------------------- lists
-/// The lists of an index in device memory and their bits.
+/// The lists of an index in device memory, their bits, and what a launch reads of them.
 class ListsOnDevice {
  public:
   ListsOnDevice(const IndexTensors& tensors, int64_t batch, int64_t heads, int64_t seq_len,
                 at::Device device)
-      : rows_(batch * heads), seq_len_(seq_len) {
+      : batch_(batch), heads_(heads), seq_len_(seq_len) {
     const auto check = [&](const char* name, const at::Tensor& values, const char* counts_name,
                            const at::Tensor& counts) {
       MT_CHECK_ARG(values.dim() == 3, name, ": expected [B, H, capacity] int32, got ",
@@ -96,35 +102,84 @@ class ListsOnDevice {
     num_diagonals_ = tensors.num_diagonals.contiguous();
     columns_ = tensors.columns.contiguous();
     num_columns_ = tensors.num_columns.contiguous();
-    diagonal_bits_ = at::empty({rows_, diagonal_words()}, ints_on(device).dtype(at::kLong));
-    column_bits_ = at::empty({rows_, (seq_len + 31) / 32}, ints_on(device));
-    cuda::IndexLists lists;
-    lists.diagonals = diagonals_.data_ptr<int32_t>();
-    lists.num_diagonals = num_diagonals_.data_ptr<int32_t>();
-    lists.diagonal_capacity = diagonals_.size(2);
-    lists.columns = columns_.data_ptr<int32_t>();
-    lists.num_columns = num_columns_.data_ptr<int32_t>();
-    lists.column_capacity = columns_.size(2);
-    cuda::bits_of_lists(lists, rows_, seq_len, bits(), current_stream(device));
+  }
+
+  /// Enqueues the bits; values out of range are dropped and reported.
+  void read() {
+    cuda::GivenLists given = begin();
+    cuda::read_lists(given);
+  }
+  /// The same, and fills what a launch over the whole sequence on one rank reads. `columns`: room for a head's.
+  void read_for_launch(const at::Tensor& document_starts, int64_t columns,
+                       kernels::AttentionParams& params, kernels::KeySource& source) {
+    const int64_t blocks = blocks_of(seq_len_);
+    cuda::GivenLists given = begin();
+    if (document_starts.defined()) given.document_start = document_starts.const_data_ptr<int32_t>();
+    // Entries, then block starts, counts, columns.
+    launch_ = at::empty({2 * rows() * blocks + blocks + 2 * rows() + rows() * columns},
+                        ints_on(columns_.device()));
+    int32_t* memory = launch_.data_ptr<int32_t>();
+    const auto take = [&](int64_t count) { return std::exchange(memory, memory + count); };
+    given.entries = reinterpret_cast<kernels::Entry*>(take(2 * rows() * blocks));
+    given.block_starts = take(blocks);
+    given.num_entries = take(rows());
+    given.counts = take(rows());
+    given.positions = take(rows() * columns);
+    given.capacity = columns;
+    cuda::read_lists(given);
+    source.block_starts = given.block_starts;
+    source.blocks.kind = kernels::BlockListKind::kEntries;
+    source.blocks.entries = given.entries;
+    source.blocks.num_entries = given.num_entries;
+    source.blocks.capacity = blocks;
+    source.blocks.blocks_per_stripe = blocks;  // one stripe: lambda 0, delta the diagonal
+    if (columns > 0) source.columns = {given.positions, given.positions, given.counts, columns};
+    params.q_block_starts = given.block_starts;
+    params.diagonal_bits = bits().diagonals;
+    params.diagonal_words = diagonal_words();
   }
 
   cuda::IndexBits bits() const {
-    return {reinterpret_cast<uint64_t*>(diagonal_bits_.data_ptr<int64_t>()),
-            reinterpret_cast<uint32_t*>(column_bits_.data_ptr<int32_t>())};
+    auto* diagonals = reinterpret_cast<uint64_t*>(bits_.data_ptr<int64_t>());
+    return {diagonals, reinterpret_cast<uint32_t*>(diagonals + rows() * diagonal_words())};
   }
   /// Of the samples' rows from `row` on.
   cuda::IndexBits bits_from(int64_t row) const {
     return {bits().diagonals + row * diagonal_words(),
             bits().columns + row * ((seq_len_ + 31) / 32)};
   }
-  int64_t rows() const { return rows_; }
+  int64_t rows() const { return batch_ * heads_; }
   int64_t diagonal_words() const { return (blocks_of(seq_len_) + 63) / 64; }
   const at::Tensor& num_columns() const { return num_columns_; }
   int64_t column_capacity() const { return std::min(columns_.size(2), seq_len_); }
 
  private:
-  int64_t rows_, seq_len_;
-  at::Tensor diagonals_, num_diagonals_, columns_, num_columns_, diagonal_bits_, column_bits_;
+  /// What every reading has; makes room for bits.
+  cuda::GivenLists begin() {
+    const at::Device device = diagonals_.device();
+    const int64_t diagonal_longs = rows() * diagonal_words(),
+                  column_longs = (rows() * ((seq_len_ + 31) / 32) + 1) / 2;
+    bits_ = at::empty({diagonal_longs + column_longs}, ints_on(device).dtype(at::kLong));
+    cuda::GivenLists given;
+    given.lists.diagonals = diagonals_.data_ptr<int32_t>();
+    given.lists.num_diagonals = num_diagonals_.data_ptr<int32_t>();
+    given.lists.diagonal_capacity = diagonals_.size(2);
+    given.lists.columns = columns_.data_ptr<int32_t>();
+    given.lists.num_columns = num_columns_.data_ptr<int32_t>();
+    given.lists.column_capacity = columns_.size(2);
+    given.batch = batch_;
+    given.num_q_heads = heads_;
+    given.seq_len = seq_len_;
+    given.bits = bits();
+    given.report = fault_report(device);
+    given.stream = current_stream(device);
+    return given;
+  }
+
+  int64_t batch_, heads_, seq_len_;
+  at::Tensor diagonals_, num_diagonals_, columns_, num_columns_;
+  at::Tensor bits_;    // of diagonals, then of columns
+  at::Tensor launch_;  // what kernels read
 };
 
 // ---------------------------------------------------------------- attention
@@ -154,52 +209,14 @@ class LaunchOnDevice {
     v_ = with_aligned_rows(v_);
     stream_ = current_stream(device);
 
-    const ListsOnDevice lists(inputs.index, batch, heads, seq_len, device);
-    const int64_t rows = lists.rows(), blocks = blocks_of(seq_len);
-    block_starts_ = at::empty({blocks}, ints_on(device));
-    cuda::write_positions(seq_len, 0, false, nullptr, blocks, block_starts_.data_ptr<int32_t>(),
-                          stream_);
-    entries_ = at::empty({rows, blocks, 2}, ints_on(device));
-    counts_ = at::empty({2, rows}, ints_on(device));
-    cuda::EntriesParams entries;
-    entries.rows = rows;
-    entries.num_blocks = blocks;
-    entries.diagonal_bits = lists.bits().diagonals;
-    entries.blocks_per_stripe = blocks;  // one stripe: lambda 0, delta the diagonal
-    entries.capacity = blocks;
-    entries.entries = reinterpret_cast<kernels::Entry*>(entries_.data_ptr<int32_t>());
-    entries.num_entries = counts_.data_ptr<int32_t>();
-    entries.stream = stream_;
-    cuda::write_entries(entries);
-
-    int64_t capacity = lists.column_capacity();
-    if (4 * rows * capacity * q_.size(3) > kMaxGatherBytes)
-      capacity = std::clamp<int64_t>(lists.num_columns().max().item<int32_t>(), 0, capacity);
-    columns_ = at::empty({2, rows, capacity}, ints_on(device));
-    if (capacity > 0) {
-      cuda::ShardColumnsParams columns;
-      columns.rows = rows;
-      columns.seq_len = seq_len;
-      columns.column_bits = lists.bits().columns;
-      columns.capacity = capacity;
-      columns.key_rows = columns_.data_ptr<int32_t>();
-      columns.positions = columns_.data_ptr<int32_t>() + rows * capacity;
-      columns.counts = counts_.data_ptr<int32_t>() + rows;
-      columns.stream = stream_;
-      cuda::write_shard_columns(columns);
-      source_.columns = {columns.key_rows, columns.positions, columns.counts, capacity};
-    }
-    diagonal_bits_ = lists;  // the bitmap lives as long as the launch
-
+    lists_.emplace(inputs.index, batch, heads, seq_len, device);
+    int64_t capacity = lists_->column_capacity();
+    if (4 * batch * heads * capacity * q_.size(3) > kMaxGatherBytes)
+      capacity = std::clamp<int64_t>(lists_->num_columns().max().item<int32_t>(), 0, capacity);
+    lists_->read_for_launch(documents_, capacity, params_, source_);
     source_.k = const_view(k_);
     source_.v = const_view(v_);
     source_.num_keys = seq_len;
-    source_.block_starts = block_starts_.const_data_ptr<int32_t>();
-    source_.blocks.kind = kernels::BlockListKind::kEntries;
-    source_.blocks.entries = entries.entries;
-    source_.blocks.num_entries = entries.num_entries;
-    source_.blocks.capacity = blocks;
-    source_.blocks.blocks_per_stripe = blocks;
 
     params_.batch = batch;
     params_.num_queries = seq_len;
@@ -210,15 +227,12 @@ class LaunchOnDevice {
     params_.softmax_scale = checked_scale(inputs.softmax_scale, q_.size(3));
     params_.seq_len = seq_len;
     params_.q = const_view(q_);
-    params_.q_block_starts = block_starts_.const_data_ptr<int32_t>();
     if (documents_.defined()) {
       params_.document_start = documents_.const_data_ptr<int32_t>();
       params_.document_stride_batch = documents_.stride(0);
     }
     params_.sources = &source_;
     params_.num_sources = 1;
-    params_.diagonal_bits = lists.bits().diagonals;
-    params_.diagonal_words = lists.diagonal_words();
     params_.stream = stream_;
   }
   LaunchOnDevice(const LaunchOnDevice&) = delete;
@@ -246,8 +260,7 @@ class LaunchOnDevice {
   at::Tensor q_, k_, v_, documents_;
   kernels::Backend backend_ = kernels::Backend::kRef;
   void* stream_ = nullptr;
-  at::Tensor block_starts_, entries_, counts_, columns_;
-  std::optional<ListsOnDevice> diagonal_bits_;
+  std::optional<ListsOnDevice> lists_;
   kernels::KeySource source_;
   kernels::AttentionParams params_;
 };
@@ -452,7 +465,8 @@ std::tuple<at::Tensor, at::Tensor> measure_recall_on_device(
   const SequenceOnDevice whole(q, k, document_starts, softmax_scale);
   const int64_t batch = q.size(0), seq_len = q.size(1), heads = q.size(2);
   pattern::check(options);
-  const ListsOnDevice lists(index, batch, heads, seq_len, q.device());
+  ListsOnDevice lists(index, batch, heads, seq_len, q.device());
+  lists.read();
   const at::TensorOptions longs = ints_on(q.device()).dtype(at::kLong);
   const int64_t parts = whole.parts(options);
   std::vector<at::Tensor> on_window, elsewhere;
@@ -493,7 +507,8 @@ at::Tensor index_mask_on_device(const IndexTensors& index, const at::Tensor& doc
   throw_reported(index.diagonals.device());
   const int64_t batch = index.diagonals.size(0), heads = index.diagonals.size(1);
   const at::Device device = index.diagonals.device();
-  const ListsOnDevice lists(index, batch, heads, seq_len, device);
+  ListsOnDevice lists(index, batch, heads, seq_len, device);
+  lists.read();
   const at::Tensor documents = shaped_document_starts(document_starts, batch, seq_len, device);
   at::Tensor mask = at::empty({batch, heads, seq_len, seq_len}, ints_on(device).dtype(at::kBool));
   cuda::write_mask(lists.bits(), batch, heads, seq_len,
@@ -509,7 +524,8 @@ at::Tensor index_pairs_on_device(const IndexTensors& index, int64_t seq_len) {
   throw_reported(index.diagonals.device());
   const int64_t batch = index.diagonals.size(0), heads = index.diagonals.size(1);
   const at::Device device = index.diagonals.device();
-  const ListsOnDevice lists(index, batch, heads, seq_len, device);
+  ListsOnDevice lists(index, batch, heads, seq_len, device);
+  lists.read();
   at::Tensor pairs = at::empty({batch, heads}, ints_on(device).dtype(at::kLong));
   cuda::count_pairs(lists.bits(), lists.rows(), seq_len, pairs.data_ptr<int64_t>(),
                     current_stream(device));

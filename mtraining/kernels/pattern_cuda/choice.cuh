@@ -198,14 +198,8 @@ struct ChoiceArgs {
 
 /// By one thread of a launch.
 __device__ inline void tell_fault(const ChoiceParams& p) {
-  if (p.fault == nullptr || p.report == nullptr || *p.fault == 0) return;
-  volatile FaultReport* const report = p.report;
-  if (report->code != 0) return;
-  report->num_q_heads = p.num_q_heads;
-  report->seq_len = p.seq_len;
-  report->first_sample = p.first_sample;
-  __threadfence_system();
-  report->code = *p.fault;
+  if (p.fault == nullptr || *p.fault == 0) return;
+  report_fault(p.report, {*p.fault, p.num_q_heads, p.seq_len, p.first_sample, 0, 0, 0});
 }
 
 /// What a thread block shares while it chooses.

@@ -63,28 +63,84 @@ __global__ void __launch_bounds__(kThreads)
     heads[blockIdx.x * heads_per_choice + h] = below;
 }
 
+__device__ uint32_t half_word(const uint64_t* words, int w) {
+  return static_cast<uint32_t>(words[w / 2] >> (w % 2 * 32));
+}
+
+constexpr int64_t kDocumentsPerBlock = 16 * kThreads;
+
+/// A block a head; those behind look at documents.
 __global__ void __launch_bounds__(kThreads)
-    bits_kernel(IndexLists lists, int64_t seq_len, int num_blocks, int diagonal_words,
-                int column_words, IndexBits bits) {
-  const int64_t row = blockIdx.x;
-  auto* diagonals = reinterpret_cast<unsigned long long*>(bits.diagonals + row * diagonal_words);
-  uint32_t* columns = bits.columns + row * column_words;
+    given_lists_kernel(const __grid_constant__ GivenLists given, int num_blocks, int diagonal_words,
+                       int column_words) {
+  __shared__ int warp_sums[kWarps];
+  const int64_t rows = given.batch * given.num_q_heads, row = blockIdx.x;
+  const auto tell = [&](FaultKind kind, int64_t place, int64_t value, int64_t end) {
+    report_fault(given.report,
+                 {fault_code(kind, place), given.num_q_heads, given.seq_len, 0, value, end, 0});
+  };
+  if (row >= rows) {
+    const int64_t begin = (row - rows) * kDocumentsPerBlock;
+    const int64_t end = min(begin + kDocumentsPerBlock, given.batch * given.seq_len);
+    for (int64_t i = begin + threadIdx.x; i < end; i += kThreads) {
+      const int32_t start = given.document_start[i];
+      if (start < 0 || start > i % given.seq_len)
+        tell(FaultKind::kDocument, i, start, i % given.seq_len + 1);
+    }
+    return;
+  }
+  auto* diagonals =
+      reinterpret_cast<unsigned long long*>(given.bits.diagonals) + row * diagonal_words;
+  uint32_t* columns = given.bits.columns + row * column_words;
   for (int w = threadIdx.x; w < diagonal_words; w += kThreads) diagonals[w] = 0;
   for (int w = threadIdx.x; w < column_words; w += kThreads) columns[w] = 0;
   __syncthreads();
-  const auto count_of = [&](const int32_t* counts, int64_t capacity) {
-    return min(max(static_cast<int64_t>(counts[row]), int64_t{0}), capacity);
+  const auto count_of = [&](const int32_t* counts, int64_t capacity, int which) {
+    const int32_t count = counts[row];
+    if (threadIdx.x == 0 && (count < 0 || count > capacity))
+      tell(FaultKind::kCount, 2 * row + which, count, capacity + 1);
+    return min(max(static_cast<int64_t>(count), int64_t{0}), capacity);
   };
-  const int64_t num_diagonals = count_of(lists.num_diagonals, lists.diagonal_capacity);
+  const int64_t num_diagonals =
+      count_of(given.lists.num_diagonals, given.lists.diagonal_capacity, 0);
   for (int64_t i = threadIdx.x; i < num_diagonals; i += kThreads) {
-    const int32_t c = lists.diagonals[row * lists.diagonal_capacity + i];
-    if (c >= 0 && c < num_blocks) atomicOr(diagonals + c / 64, 1ull << (c % 64));
+    const int32_t c = given.lists.diagonals[row * given.lists.diagonal_capacity + i];
+    if (c >= 0 && c < num_blocks) {
+      atomicOr(diagonals + c / 64, 1ull << (c % 64));
+    } else {
+      tell(FaultKind::kDiagonal, row, c, num_blocks);
+    }
   }
-  const int64_t num_columns = count_of(lists.num_columns, lists.column_capacity);
+  const int64_t num_columns = count_of(given.lists.num_columns, given.lists.column_capacity, 1);
   for (int64_t i = threadIdx.x; i < num_columns; i += kThreads) {
-    const int32_t j = lists.columns[row * lists.column_capacity + i];
-    if (j >= 0 && j < seq_len) atomicOr(columns + j / 32, 1u << (j % 32));
+    const int32_t j = given.lists.columns[row * given.lists.column_capacity + i];
+    if (j >= 0 && j < given.seq_len) {
+      atomicOr(columns + j / 32, 1u << (j % 32));
+    } else {
+      tell(FaultKind::kColumn, row, j, given.seq_len);
+    }
   }
+  if (given.entries == nullptr) return;
+  __syncthreads();
+  const volatile uint32_t* words = reinterpret_cast<uint32_t*>(diagonals);
+  const Run run = run_of_thread(2 * diagonal_words);
+  int own = 0, total;
+  for (int w = run.begin; w < run.end; ++w) own += __popc(words[w]);
+  int64_t at = row * num_blocks + block_prefix(own, &total, warp_sums);
+  for (int w = run.begin; w < run.end; ++w) {
+    for (uint32_t rest = words[w]; rest != 0; rest &= rest - 1)
+      given.entries[at++] = {0, w * 32 + __ffs(rest) - 1};
+  }
+  const volatile uint32_t* column_bits = columns;
+  const int listed = write_list(
+      column_words, [&](int w) { return column_bits[w]; }, given.positions + row * given.capacity,
+      given.capacity, warp_sums, false);
+  if (threadIdx.x == 0) {
+    given.num_entries[row] = total;
+    given.counts[row] = listed;
+  }
+  if (row != 0) return;
+  for (int i = threadIdx.x; i < num_blocks; i += kThreads) given.block_starts[i] = i * kBlock;
 }
 
 __global__ void __launch_bounds__(kThreads)
@@ -100,10 +156,6 @@ __global__ void __launch_bounds__(kThreads)
   for (int w = threadIdx.x; w < column_words; w += kThreads)
     bits.columns[row * column_words + w] = 0;
   if (threadIdx.x == 0) dense_heads[row] = 1;
-}
-
-__device__ uint32_t half_word(const uint64_t* words, int w) {
-  return static_cast<uint32_t>(words[w / 2] >> (w % 2 * 32));
 }
 
 __global__ void __launch_bounds__(kThreads)
@@ -299,13 +351,18 @@ void heads_below_floor(const int64_t* covered, int64_t choices, int64_t heads_pe
   check_cuda(cudaGetLastError(), "index: heads below the floor of recall");
 }
 
-void bits_of_lists(const IndexLists& lists, int64_t rows, int64_t seq_len, const IndexBits& bits,
-                   void* stream) {
-  const Sizes sizes = sizes_of(seq_len);
+void read_lists(const GivenLists& given) {
+  const Sizes sizes = sizes_of(given.seq_len);
+  const int64_t rows = given.batch * given.num_q_heads;
   if (rows == 0) return;
-  bits_kernel<<<grid_of("index", rows), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(
-      lists, seq_len, sizes.num_blocks, sizes.diagonal_words, sizes.column_words, bits);
-  check_cuda(cudaGetLastError(), "index: bits of lists");
+  const int64_t documents =
+      given.document_start == nullptr || given.report == nullptr
+          ? 0
+          : (given.batch * given.seq_len + kDocumentsPerBlock - 1) / kDocumentsPerBlock;
+  given_lists_kernel<<<grid_of("index", rows + documents), kThreads, 0,
+                       static_cast<cudaStream_t>(given.stream)>>>(
+      given, sizes.num_blocks, sizes.diagonal_words, sizes.column_words);
+  check_cuda(cudaGetLastError(), "index: lists");
 }
 
 void make_dense(const uint8_t* heads, int64_t rows, int64_t seq_len, const IndexBits& bits,

@@ -64,9 +64,25 @@ void slash_budgets(const int64_t* diagonal_masses, int64_t choices, int64_t seq_
 void heads_below_floor(const int64_t* covered, int64_t choices, int64_t heads_per_choice,
                        int64_t num_rows, double floor, uint8_t* heads, void* stream);
 
-/// Where the counts stand for lists given by a user: beyond capacity they are cut. Overwrites both bitmaps.
-void bits_of_lists(const IndexLists& lists, int64_t rows, int64_t seq_len, const IndexBits& bits,
-                   void* stream);
+/// Lists that a user gives, of a whole sequence on one rank, and what a launch over that reads.
+struct GivenLists {
+  IndexLists lists;
+  int64_t batch = 0, num_q_heads = 0, seq_len = 0;
+  IndexBits bits;  // overwritten
+  /// Where the first count, value or document start goes that is out of range; or null. Values out of range are dropped, counts cut.
+  FaultReport* report = nullptr;
+  const int32_t* document_start =
+      nullptr;  // [batch, N] contiguous, looked at for the report alone; or null
+  // What a launch reads; entries null: not wanted.
+  Entry* entries = nullptr;        // [rows, ceil(N / 64)] of one stripe that is the whole sequence
+  int32_t* num_entries = nullptr;  // [rows]
+  int32_t* positions = nullptr;    // [rows, capacity] of columns, which are their key rows too
+  int32_t* counts = nullptr;       // [rows]
+  int64_t capacity = 0;
+  int32_t* block_starts = nullptr;  // [ceil(N / 64)]
+  void* stream = nullptr;
+};
+void read_lists(const GivenLists& given);
 
 /// Rows where heads[row] is set take all diagonals and no columns; others stay.
 void make_dense(const uint8_t* heads, int64_t rows, int64_t seq_len, const IndexBits& bits,

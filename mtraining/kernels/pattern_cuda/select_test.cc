@@ -332,10 +332,39 @@ TEST(Lists, EntriesAndColumnsOfEveryPairOfRanksEqualTheHosts) {
     const DeviceMemory diagonal_bits(rows * ((num_blocks + 63) / 64) * 8),
         column_bits(rows * ((seq_len + 31) / 32) * 4);
     const IndexBits bits{diagonal_bits.get<uint64_t>(), column_bits.get<uint32_t>()};
-    bits_of_lists({dev_d.get<int32_t>(), dev_nd.get<int32_t>(), dev_c.get<int32_t>(),
-                   dev_nc.get<int32_t>(), capacity, capacity},
-                  rows, seq_len, bits, nullptr);
+    const DeviceMemory whole_entries(rows * num_blocks * sizeof(Entry)), whole_counts(rows * 4),
+        whole_positions(rows * seq_len * 4), whole_columns(rows * 4), whole_starts(num_blocks * 4);
+    GivenLists lists;
+    lists.lists = {dev_d.get<int32_t>(),
+                   dev_nd.get<int32_t>(),
+                   dev_c.get<int32_t>(),
+                   dev_nc.get<int32_t>(),
+                   capacity,
+                   capacity};
+    lists.batch = 1;
+    lists.num_q_heads = rows;
+    lists.seq_len = seq_len;
+    lists.bits = bits;
+    read_lists(lists);
     ASSERT_EQ(diagonal_bits.read<uint64_t>(), index::diagonal_bitmap(index).bits);
+    lists.entries = whole_entries.get<Entry>();
+    lists.num_entries = whole_counts.get<int32_t>();
+    lists.positions = whole_positions.get<int32_t>();
+    lists.counts = whole_columns.get<int32_t>();
+    lists.capacity = seq_len;
+    lists.block_starts = whole_starts.get<int32_t>();
+    read_lists(lists);
+    ASSERT_EQ(diagonal_bits.read<uint64_t>(), index::diagonal_bitmap(index).bits);
+    for (int64_t row = 0; row < rows; ++row) {
+      ASSERT_EQ(whole_counts.read<int32_t>()[row], static_cast<int32_t>(diagonals[row].size()));
+      ASSERT_EQ(whole_columns.read<int32_t>()[row], static_cast<int32_t>(columns[row].size()));
+      for (size_t i = 0; i < diagonals[row].size(); ++i)
+        ASSERT_EQ(whole_entries.read<Entry>()[row * num_blocks + i], (Entry{0, diagonals[row][i]}));
+      for (size_t i = 0; i < columns[row].size(); ++i)
+        ASSERT_EQ(whole_positions.read<int32_t>()[row * seq_len + i], columns[row][i]);
+    }
+    for (int64_t i = 0; i < num_blocks; ++i)
+      ASSERT_EQ(whole_starts.read<int32_t>()[i], static_cast<int32_t>(64 * i));
 
     const DeviceMemory list_d(rows * num_blocks * 4), list_nd(rows * 4), list_c(rows * seq_len * 4),
         list_nc(rows * 4), mask(rows * seq_len * seq_len);
@@ -424,6 +453,92 @@ TEST(Lists, EntriesAndColumnsOfEveryPairOfRanksEqualTheHosts) {
       }
     }
   }
+}
+
+/// Each thing that a list must not hold is reported once, with what was got and where; a fault that the host has not read stays.
+TEST(Lists, WhatNoListHoldsIsReported) {
+  MT_NEEDS_GPU();
+  constexpr int64_t kBatch = 2, kHeads = 3, kSeqLen = 200, kBlocks = 4, kCapacity = 10;
+  FaultReport* report = nullptr;
+  ASSERT_EQ(cudaMallocHost(&report, sizeof(FaultReport)), cudaSuccess);
+  const DeviceMemory diagonal_bits(kBatch * kHeads * 8), column_bits(kBatch * kHeads * 7 * 4);
+  struct Spoilt {
+    FaultKind kind;
+    int64_t place, value, end;
+  };
+  for (const Spoilt& spoilt :
+       {Spoilt{FaultKind::kDiagonal, 4, kBlocks, kBlocks},
+        {FaultKind::kDiagonal, 0, -1, kBlocks},
+        {FaultKind::kColumn, 5, kSeqLen, kSeqLen},
+        {FaultKind::kColumn, 2, std::numeric_limits<int32_t>::min(), kSeqLen},
+        {FaultKind::kCount, 2 * 3, kCapacity + 1, kCapacity + 1},
+        {FaultKind::kCount, 2 * 3 + 1, -1, kCapacity + 1},
+        {FaultKind::kDocument, 1 * kSeqLen + 17, 18, 18},
+        {FaultKind::kDocument, 1 * kSeqLen + 199, -7, 200}}) {
+    std::vector<int32_t> diagonals(kBatch * kHeads * kCapacity, 1), columns(diagonals),
+        num_diagonals(kBatch * kHeads, kCapacity), num_columns(num_diagonals),
+        documents(kBatch * kSeqLen, 0);
+    const auto value = static_cast<int32_t>(spoilt.value);
+    switch (spoilt.kind) {
+      case FaultKind::kDiagonal:
+        diagonals[spoilt.place * kCapacity + 9] = value;
+        break;
+      case FaultKind::kColumn:
+        columns[spoilt.place * kCapacity + 9] = value;
+        break;
+      case FaultKind::kCount:
+        (spoilt.place % 2 == 0 ? num_diagonals : num_columns)[spoilt.place / 2] = value;
+        break;
+      default:
+        documents[spoilt.place] = value;
+    }
+    const DeviceMemory d(diagonals), nd(num_diagonals), c(columns), nc(num_columns), s(documents);
+    GivenLists lists;
+    lists.lists = {d.get<int32_t>(),  nd.get<int32_t>(), c.get<int32_t>(),
+                   nc.get<int32_t>(), kCapacity,         kCapacity};
+    lists.batch = kBatch;
+    lists.num_q_heads = kHeads;
+    lists.seq_len = kSeqLen;
+    lists.bits = {diagonal_bits.get<uint64_t>(), column_bits.get<uint32_t>()};
+    lists.document_start = s.get<int32_t>();
+    lists.report = report;
+    *report = {};
+    for (int repeat = 0; repeat < 2; ++repeat) {
+      read_lists(lists);
+      ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+      EXPECT_EQ(report->code, fault_code(spoilt.kind, spoilt.place));
+      EXPECT_EQ(fault_kind(report->code), spoilt.kind);
+      EXPECT_EQ(fault_place(report->code), spoilt.place);
+      EXPECT_EQ(report->value, spoilt.value);
+      EXPECT_EQ(report->end, spoilt.end);
+      EXPECT_EQ(report->num_q_heads, kHeads);
+      EXPECT_EQ(report->seq_len, kSeqLen);
+    }
+    report->code = 123;  // not read yet
+    read_lists(lists);
+    ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+    EXPECT_EQ(report->code, 123);
+  }
+  // Right lists report nothing.
+  const DeviceMemory ones(std::vector<int32_t>(kBatch * kHeads * kCapacity, 1)),
+      counts(std::vector<int32_t>(kBatch * kHeads, kCapacity)),
+      documents(std::vector<int32_t>(kBatch * kSeqLen, 0));
+  GivenLists lists;
+  lists.lists = {ones.get<int32_t>(), counts.get<int32_t>(),
+                 ones.get<int32_t>(), counts.get<int32_t>(),
+                 kCapacity,           kCapacity};
+  lists.batch = kBatch;
+  lists.num_q_heads = kHeads;
+  lists.seq_len = kSeqLen;
+  lists.bits = {diagonal_bits.get<uint64_t>(), column_bits.get<uint32_t>()};
+  lists.document_start = documents.get<int32_t>();
+  lists.report = report;
+  *report = {};
+  read_lists(lists);
+  ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+  EXPECT_EQ(report->code, 0);
+  EXPECT_EQ(report->claimed, 0);
+  cudaFreeHost(report);
 }
 
 }  // namespace
