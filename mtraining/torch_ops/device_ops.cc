@@ -4,6 +4,7 @@
 #include <c10/core/DeviceGuard.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <limits>
 #include <map>
@@ -436,26 +437,45 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> attend_backward_on_device(const A
   check_tensor("lse", attended.lse, {{"B", q.size(0)}, {"H", q.size(2)}, {"S", q.size(1)}},
                at::kFloat, q.device());
   const at::TensorOptions held = q.options().dtype(at::kFloat);
-  at::Tensor dq = at::zeros(q.sizes(), held);
-  at::Tensor dk = at::zeros(inputs.k.sizes(), held), dv = at::zeros(inputs.k.sizes(), held);
   const at::Tensor dout_rows = with_aligned_rows(dout), lse_rows = attended.lse.contiguous();
   const at::Tensor rounded = with_aligned_rows(attended.out),
                    residual = with_aligned_rows(attended.out_residual);
   at::Tensor delta = at::empty(lse_rows.sizes(), held);
-  launch.source().dk = attention::view(dk);
-  launch.source().dv = attention::view(dv);
+  at::Tensor dq = at::empty(q.sizes(), q.options());
+  at::Tensor dk = at::empty(inputs.k.sizes(), q.options());
+  at::Tensor dv = at::empty(inputs.k.sizes(), q.options());
   kernels::BackwardParams params;
   launch.fill(params);
   params.dout = const_view(dout_rows);
   params.lse = lse_rows.const_data_ptr();
   params.delta = delta.const_data_ptr();
-  params.dq = attention::view(dq);
   params.deterministic = at::globalContext().deterministicAlgorithms();
+  // Sums in float32: of dk, dv and, where parts of it come from several thread blocks, dq.
+  const bool sums_dq = !kernels::rounds_dq(launch.backend(), params);
+  const int64_t keys = inputs.k.numel();
+  at::Tensor sums = at::zeros({2 * keys + (sums_dq ? q.numel() : 0)}, held);
+  at::Tensor dk_sum = sums.narrow(0, 0, keys).view(inputs.k.sizes()),
+             dv_sum = sums.narrow(0, keys, keys).view(inputs.k.sizes()), dq_sum;
+  launch.source().dk = attention::view(dk_sum);
+  launch.source().dv = attention::view(dv_sum);
+  if (sums_dq) {
+    dq_sum = sums.narrow(0, 2 * keys, q.numel()).view(q.sizes());
+    params.dq = attention::view(dq_sum);
+  } else {
+    params.dq_rounded = attention::view(dq);
+  }
   const at::Tensor workspace = launch.give_workspace(params);
   kernels::delta(launch.backend(), params, {const_view(rounded), const_view(residual)},
                  delta.mutable_data_ptr());
   kernels::backward(launch.backend(), params);
-  return {dq.to(dtype), dk.to(dtype), dv.to(dtype)};
+  const float* from = sums.const_data_ptr<float>();
+  kernels::rounding_cuda::round(
+      std::array{kernels::rounding_cuda::Rounded{from, keys, dk.mutable_data_ptr()},
+                 kernels::rounding_cuda::Rounded{from + keys, keys, dv.mutable_data_ptr()},
+                 kernels::rounding_cuda::Rounded{from + 2 * keys, sums_dq ? q.numel() : 0,
+                                                 dq.mutable_data_ptr()}},
+      params.dtype, launch.stream());
+  return {dq, dk, dv};
 }
 
 std::tuple<at::Tensor, at::Tensor> measure_recall_on_device(

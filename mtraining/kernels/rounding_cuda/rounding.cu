@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "mtraining/base/check.h"
+#include "mtraining/kernels/device/rounded_rows.cuh"
 #include "mtraining/kernels/dispatch.h"
 #include "mtraining/kernels/rounding_cuda/rounding.h"
 
@@ -12,120 +13,71 @@ namespace mtraining::kernels::rounding_cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kAtOnce = 4;  // values of a thread's step
+constexpr int kAtOnce = 8;  // values of a thread's step: 16 bytes are written
 
-template <typename Half>
-__device__ __forceinline__ Half narrow(float x) {
-  if constexpr (sizeof(Half) == 2 && std::is_same_v<Half, __half>)
-    return __float2half_rn(x);
-  else
-    return __float2bfloat16_rn(x);
-}
-__device__ __forceinline__ float widen(__half x) { return __half2float(x); }
-__device__ __forceinline__ float widen(__nv_bfloat16 x) { return __bfloat162float(x); }
-
-template <typename Half>
-union Four {
-  uint2 words;
-  Half values[kAtOnce];
+struct Arrays {
+  Rounded array[kMaxRounded];
+  int64_t first_step[kMaxRounded + 1];  // of the array, in steps
+  int count;
 };
 
 template <typename Half>
-__global__ void __launch_bounds__(kThreads)
-    split_kernel(const float* values, int64_t count, Half* rounded, Half* residual) {
-  const int64_t step = static_cast<int64_t>(gridDim.x) * kThreads * kAtOnce;
-  for (int64_t i = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) * kAtOnce; i < count;
-       i += step) {
-    if (i + kAtOnce <= count) {
-      const float4 v = *reinterpret_cast<const float4*>(values + i);
-      const float x[kAtOnce] = {v.x, v.y, v.z, v.w};
-      Four<Half> near, rest;
-#pragma unroll
-      for (int e = 0; e < kAtOnce; ++e) {
-        near.values[e] = narrow<Half>(x[e]);
-        rest.values[e] = narrow<Half>(x[e] - widen(near.values[e]));
-      }
-      *reinterpret_cast<uint2*>(rounded + i) = near.words;
-      if (residual != nullptr) *reinterpret_cast<uint2*>(residual + i) = rest.words;
-    } else {
-      for (int64_t j = i; j < count; ++j) {
-        rounded[j] = narrow<Half>(values[j]);
-        if (residual != nullptr) residual[j] = narrow<Half>(values[j] - widen(rounded[j]));
-      }
-    }
-  }
+__device__ __forceinline__ uint16_t round_one(float x) {
+  return static_cast<uint16_t>(device::round_pair<Half>(make_float2(x, 0)));
 }
 
 template <typename Half>
-__global__ void __launch_bounds__(kThreads)
-    join_kernel(const Half* rounded, const Half* residual, int64_t count, float* values) {
-  const int64_t step = static_cast<int64_t>(gridDim.x) * kThreads * kAtOnce;
-  for (int64_t i = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) * kAtOnce; i < count;
+__global__ void __launch_bounds__(kThreads) round_kernel(const __grid_constant__ Arrays arrays) {
+  const int64_t step = static_cast<int64_t>(gridDim.x) * kThreads;
+  const int64_t steps = arrays.first_step[arrays.count];
+  for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < steps;
        i += step) {
-    if (i + kAtOnce <= count) {
-      Four<Half> near, rest;
-      near.words = *reinterpret_cast<const uint2*>(rounded + i);
-      rest.words =
-          residual == nullptr ? uint2{0, 0} : *reinterpret_cast<const uint2*>(residual + i);
-      float x[kAtOnce];
-#pragma unroll
-      for (int e = 0; e < kAtOnce; ++e) x[e] = widen(near.values[e]) + widen(rest.values[e]);
-      *reinterpret_cast<float4*>(values + i) = float4{x[0], x[1], x[2], x[3]};
+    int a = 0;
+    while (i >= arrays.first_step[a + 1]) ++a;
+    const Rounded& array = arrays.array[a];
+    const int64_t first = (i - arrays.first_step[a]) * kAtOnce;
+    auto* const to = static_cast<uint16_t*>(array.to);
+    if (first + kAtOnce <= array.count) {
+      const float4* from = reinterpret_cast<const float4*>(array.values + first);
+      const float4 x = __ldcs(from), y = __ldcs(from + 1);
+      __stcs(reinterpret_cast<uint4*>(to + first),
+             make_uint4(device::round_pair<Half>(make_float2(x.x, x.y)),
+                        device::round_pair<Half>(make_float2(x.z, x.w)),
+                        device::round_pair<Half>(make_float2(y.x, y.y)),
+                        device::round_pair<Half>(make_float2(y.z, y.w))));
     } else {
-      for (int64_t j = i; j < count; ++j)
-        values[j] = widen(rounded[j]) + (residual == nullptr ? 0.0f : widen(residual[j]));
+      for (int64_t j = first; j < array.count; ++j) to[j] = round_one<Half>(array.values[j]);
     }
   }
-}
-
-unsigned grid_for(int64_t count) {
-  // Enough to fill any device; each thread loops.
-  return static_cast<unsigned>(
-      std::clamp<int64_t>((count / kAtOnce + kThreads - 1) / kThreads, 1, 4096));
-}
-
-void check_launch(const char* what) {
-  const cudaError_t error = cudaGetLastError();
-  MT_CHECK_EXTERNAL(error == cudaSuccess, what, ": ", cudaGetErrorString(error));
-}
-
-void check_half(DType dtype) {
-  MT_CHECK_SUPPORTED(dtype == DType::kBFloat16 || dtype == DType::kFloat16,
-                     "rounding: expected bf16 or fp16, got ", to_string(dtype));
 }
 
 }  // namespace
 
-void split(const float* values, int64_t count, DType dtype, void* rounded, void* residual,
-           void* stream) {
-  check_half(dtype);
-  if (count == 0) return;
+void round(std::span<const Rounded> given, DType dtype, void* stream) {
+  MT_CHECK_SUPPORTED(dtype == DType::kBFloat16 || dtype == DType::kFloat16,
+                     "rounding: expected bf16 or fp16, got ", to_string(dtype));
+  MT_CHECK_SUPPORTED(given.size() <= kMaxRounded, "rounding: expected at most ", kMaxRounded,
+                     " arrays, got ", given.size());
+  Arrays arrays = {};
+  for (const Rounded& array : given) {
+    if (array.count == 0) continue;
+    arrays.array[arrays.count] = array;
+    arrays.first_step[arrays.count + 1] =
+        arrays.first_step[arrays.count] + (array.count + kAtOnce - 1) / kAtOnce;
+    ++arrays.count;
+  }
+  if (arrays.count == 0) return;
+  // Enough to fill any device; each thread loops.
+  const auto blocks = static_cast<unsigned>(
+      std::clamp<int64_t>((arrays.first_step[arrays.count] + kThreads - 1) / kThreads, 1, 8192));
   const auto on = static_cast<cudaStream_t>(stream);
   if (dtype == DType::kBFloat16) {
-    using Half = __nv_bfloat16;
-    split_kernel<Half><<<grid_for(count), kThreads, 0, on>>>(
-        values, count, static_cast<Half*>(rounded), static_cast<Half*>(residual));
+    round_kernel<__nv_bfloat16><<<blocks, kThreads, 0, on>>>(arrays);
   } else {
-    split_kernel<__half><<<grid_for(count), kThreads, 0, on>>>(
-        values, count, static_cast<__half*>(rounded), static_cast<__half*>(residual));
+    round_kernel<__half><<<blocks, kThreads, 0, on>>>(arrays);
   }
-  check_launch("rounding");
-}
-
-void join(const void* rounded, const void* residual, int64_t count, DType dtype, float* values,
-          void* stream) {
-  check_half(dtype);
-  if (count == 0) return;
-  const auto on = static_cast<cudaStream_t>(stream);
-  if (dtype == DType::kBFloat16) {
-    using Half = __nv_bfloat16;
-    join_kernel<Half><<<grid_for(count), kThreads, 0, on>>>(
-        static_cast<const Half*>(rounded), static_cast<const Half*>(residual), count, values);
-  } else {
-    join_kernel<__half><<<grid_for(count), kThreads, 0, on>>>(
-        static_cast<const __half*>(rounded), static_cast<const __half*>(residual), count, values);
-  }
-  check_launch("rounding");
+  const cudaError_t error = cudaGetLastError();
+  MT_CHECK_EXTERNAL(error == cudaSuccess, "rounding: ", cudaGetErrorString(error));
 }
 
 }  // namespace mtraining::kernels::rounding_cuda

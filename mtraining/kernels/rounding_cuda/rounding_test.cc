@@ -1,4 +1,4 @@
-// Splitting and joining against the host's rounding, over counts around a thread's step and beyond what one grid takes.
+// Against the host's rounding, over counts around a thread's step and beyond what one grid takes.
 #include "mtraining/kernels/rounding_cuda/rounding.h"
 
 #include <cuda_bf16.h>
@@ -35,18 +35,11 @@ Half narrow(float x) {
   else
     return __float2bfloat16_rn(x);
 }
-float widen(__half x) { return __half2float(x); }
-float widen(__nv_bfloat16 x) { return __bfloat162float(x); }
 
 uint16_t bits_of(float x, DType dtype) {
   if (dtype == DType::kFloat16) return std::bit_cast<uint16_t>(narrow<__half>(x));
   return std::bit_cast<uint16_t>(narrow<__nv_bfloat16>(x));
 }
-float value_of(uint16_t bits, DType dtype) {
-  if (dtype == DType::kFloat16) return widen(std::bit_cast<__half>(bits));
-  return widen(std::bit_cast<__nv_bfloat16>(bits));
-}
-
 /// Of all sizes that a result has, with ties of the rounding, zeros of both signs and infinities among them.
 std::vector<float> values_of(int64_t count) {
   testing::Random random(count);
@@ -76,71 +69,55 @@ std::vector<float> values_of(int64_t count) {
 constexpr uint16_t kUntouched = 0xFFFF;
 constexpr int64_t kGuard = 8;
 
-TEST(Rounding, SplitsAsTheHostDoesAndJoinsToWhatTheTwoHold) {
+TEST(Rounding, RoundsAsTheHostDoesInEveryArray) {
   if (!has_gpu()) GTEST_SKIP() << "no GPU";
+  // 8192 thread blocks of 256 threads take 2^24 values at a time.
+  const std::vector<int64_t> counts[] = {
+      {1}, {7, 8, 9}, {0, 5, 0, 16}, {1023, 1024, 1027}, {2048, 1, 3}, {(1 << 24) + 4099, 12}};
   for (const DType dtype : {DType::kBFloat16, DType::kFloat16}) {
-    // 4096 thread blocks of 256 threads take 2^22 values at a time.
-    for (const int64_t count : {1, 2, 3, 4, 5, 7, 1023, 1024, 1027, (1 << 22) + 1030}) {
-      SCOPED_TRACE(concat(to_string(dtype), ", ", count, " values"));
-      const std::vector<float> values = values_of(count);
-      const DeviceMemory given(values);
-      for (const bool with_residual : {true, false}) {
-        const DeviceMemory rounded((count + kGuard) * 2), residual((count + kGuard) * 2),
-            joined((count + kGuard) * 4);
-        void* const rest = with_residual ? residual.get() : nullptr;
-        split(given.get<float>(), count, dtype, rounded.get(), rest, nullptr);
-        join(rounded.get(), rest, count, dtype, joined.get<float>(), nullptr);
-        check_device(cudaDeviceSynchronize(), "rounding");
-        const auto got = rounded.read<uint16_t>(), left = residual.read<uint16_t>();
-        const auto whole = joined.read<uint32_t>();
+    for (const std::vector<int64_t>& each : counts) {
+      SCOPED_TRACE(concat(to_string(dtype), ", ", each.size(), " arrays from ", each[0], " on"));
+      std::vector<std::vector<float>> values;
+      std::vector<DeviceMemory> from, to;
+      std::vector<Rounded> arrays;
+      for (const int64_t count : each) {
+        values.push_back(values_of(count));
+        from.emplace_back(values.back());
+        to.emplace_back((count + kGuard) * 2);
+        arrays.push_back({from.back().get<float>(), count, to.back().get()});
+      }
+      round(arrays, dtype, nullptr);
+      check_device(cudaDeviceSynchronize(), "rounding");
+      for (size_t a = 0; a < each.size(); ++a) {
+        const auto got = to[a].read<uint16_t>();
         int64_t wrong = 0;
-        for (int64_t i = 0; i < count && wrong < 3; ++i) {
-          const uint16_t near = bits_of(values[i], dtype);
-          const uint16_t lost = bits_of(values[i] - value_of(near, dtype), dtype);
-          // Infinity less itself is a NaN of any bits.
-          const bool odd = std::isinf(values[i]);
-          const float sum = value_of(near, dtype) + (with_residual ? value_of(lost, dtype) : 0.0f);
-          const bool right = got[i] == near && (!with_residual || odd || left[i] == lost) &&
-                             (odd ? with_residual == std::isnan(std::bit_cast<float>(whole[i]))
-                                  : whole[i] == std::bit_cast<uint32_t>(sum));
-          if (right) continue;
+        for (int64_t i = 0; i < each[a] && wrong < 3; ++i) {
+          const uint16_t want = bits_of(values[a][i], dtype);
+          if (got[i] == want) continue;
           ++wrong;
-          ADD_FAILURE() << "[" << i << "] " << values[i] << ": rounded " << got[i] << ", want "
-                        << near << "; residual " << left[i] << ", want " << lost << "; joined "
-                        << std::bit_cast<float>(whole[i]) << ", want " << sum;
+          ADD_FAILURE() << "array " << a << "[" << i << "] " << values[a][i] << ": got " << got[i]
+                        << ", want " << want;
         }
-        for (int64_t i = count; i < count + kGuard; ++i) {
-          ASSERT_EQ(got[i], kUntouched);
-          ASSERT_EQ(left[i], kUntouched);
-          ASSERT_EQ(whole[i], 0xFFFFFFFFu);
-        }
-        if (!with_residual) {
-          ASSERT_EQ(left[0], kUntouched);
-        }
+        for (int64_t i = each[a]; i < each[a] + kGuard; ++i) ASSERT_EQ(got[i], kUntouched);
       }
     }
   }
 }
 
-TEST(Rounding, TakesNothingAndRefusesWiderTypes) {
-  split(nullptr, 0, DType::kBFloat16, nullptr, nullptr, nullptr);
-  join(nullptr, nullptr, 0, DType::kFloat16, nullptr, nullptr);
-  const auto message = [](const auto& call) {
+TEST(Rounding, TakesNothingAndRefusesWhatItCannotDo) {
+  round({}, DType::kBFloat16, nullptr);
+  round(std::vector<Rounded>(2), DType::kFloat16, nullptr);
+  const auto message = [](size_t arrays, DType dtype) {
     try {
-      call();
+      round(std::vector<Rounded>(arrays), dtype, nullptr);
     } catch (const Unsupported& error) {
       return std::string(error.what());
     }
     return std::string();
   };
-  float value = 0;
-  EXPECT_NE(message([&] {
-              split(&value, 1, DType::kFloat32, &value, nullptr, nullptr);
-            }).find("expected bf16 or fp16, got float32"),
+  EXPECT_NE(message(1, DType::kFloat32).find("expected bf16 or fp16, got float32"),
             std::string::npos);
-  EXPECT_NE(message([&] {
-              join(&value, nullptr, 1, DType::kFloat32, &value, nullptr);
-            }).find("expected bf16 or fp16, got float32"),
+  EXPECT_NE(message(5, DType::kFloat16).find("expected at most 4 arrays, got 5"),
             std::string::npos);
 }
 
