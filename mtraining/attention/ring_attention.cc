@@ -310,7 +310,7 @@ BackwardResult ring_backward(RingContext::State& state, IndexPlan& plan, RingCal
   }
   const at::ScalarType wire =
       state.options.gradient_transport == GradientTransport::kBFloat16 ? at::kBFloat16 : held;
-  at::Tensor dq;  // when out has gone
+  at::Tensor dq, dq_rounded;  // when out has gone
   at::Tensor delta = state.buffers.get("delta", lse.sizes(), held, device);
 
   const bool exchanged = columns_are_exchanged(state, plan, static_cast<int>(call.k.size(2)));
@@ -325,15 +325,24 @@ BackwardResult ring_backward(RingContext::State& state, IndexPlan& plan, RingCal
     params.lse = lse.const_data_ptr();
     params.delta = delta.const_data_ptr();
     if (dq.defined()) params.dq = view(dq);
+    if (dq_rounded.defined()) params.dq_rounded = view(dq_rounded);
     params.deterministic = state.options.deterministic;
   };
+  bool rounds_dq = false;
   {
     kernels::BackwardParams params;
     fill(params, {}, false);
     compute_delta(launcher.backend(), params, saved, delta);
+    // One launch over one shard: nothing is added to dq afterwards.
+    rounds_dq = held != dtype && state.layout.cp_size() == 1 &&
+                kernels::rounds_dq(launcher.backend(), params);
   }
   saved = {};
-  dq = state_rows(state, call.q, held).zero_();
+  if (rounds_dq) {
+    dq_rounded = at::empty(call.q.sizes(), call.q.options());
+  } else {
+    dq = state_rows(state, call.q, held).zero_();
+  }
   const auto launch = [&](const std::vector<kernels::KeySource>& sources, bool under_way) {
     kernels::BackwardParams params;
     fill(params, sources, under_way);
@@ -386,7 +395,8 @@ BackwardResult ring_backward(RingContext::State& state, IndexPlan& plan, RingCal
   call = {};
   dout.reset();
   // Copies: the buffers belong to the next call.
-  return {dq.to(dtype, false, true), dk.to(dtype, false, true), dv.to(dtype, false, true)};
+  return {rounds_dq ? dq_rounded : dq.to(dtype, false, true), dk.to(dtype, false, true),
+          dv.to(dtype, false, true)};
 }
 
 namespace {
