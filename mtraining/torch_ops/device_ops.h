@@ -4,8 +4,9 @@
 //
 // dtype bf16 or fp16. The host waits for the device only: in build_index and recall with document_starts (their rows are chosen
 // on the host); in attend where columns have room for so many that their copies would exceed kMaxGatherBytes (give the pattern
-// max_columns to avoid it). What lies in index tensors and document_starts is not checked there: lists are put in order, values out
-// of range are dropped. Errors: as on the CPU, and Unsupported for what only the CPU does.
+// max_columns to avoid it). Lists of index tensors are put in order. A count, a value or a document start of attend that is out of
+// range is cut or dropped, and the next call of any operator on that device throws what the CPU would have thrown at once, as it does
+// for values that no index can be chosen from. Errors: as on the CPU, and Unsupported for what only the CPU does.
 #pragma once
 
 #include "mtraining/torch_ops/attend.h"

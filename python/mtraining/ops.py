@@ -65,7 +65,8 @@ def attend(
     Cost: 4 * D flops a pair forward, 10 * D backward. Deterministic on the CPU; on a GPU where
     torch.use_deterministic_algorithms is on. On a GPU everything is ordered on the current stream, and the host does not wait
     unless the columns' capacity (the pattern's max_columns bounds it) would take more than 1 GiB of copies.
-    Errors: ValueError, NotImplementedError as above; NotImplementedError for a second derivative.
+    Errors: ValueError, NotImplementedError as above; NotImplementedError for a second derivative. On a GPU lists and document starts
+    of the index that are out of range are dropped, and the next call on that device raises the ValueError: nobody waits.
     Source: MTraining, arXiv 2510.18830, section 3.2: the gradient is exactly as sparse as the attention.
     """
     check_tensors(q=q, k=k, v=v)

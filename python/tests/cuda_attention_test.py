@@ -312,20 +312,39 @@ def test_work_is_ordered_on_the_current_stream():
     assert torch.equal(out, want)
 
 
-def test_lists_given_by_a_user_are_put_in_order_and_bad_values_dropped():
-    q, k, v = on_gpu(*structured(1, 300, 2, 1, 64, dtype=torch.bfloat16))
+def test_lists_given_by_a_user_are_put_in_order_and_bad_values_dropped_and_told():
+    given = structured(1, 300, 2, 1, 64, dtype=torch.bfloat16)
+    q, k, v = on_gpu(*given)
 
-    def lists(values):
-        values = torch.tensor(values, dtype=torch.int32, device="cuda").expand(1, 2, -1)
-        return values, torch.full((1, 2), values.shape[-1], dtype=torch.int32, device="cuda")
+    def index(diagonals, columns, device="cuda", capacity=6):
+        def lists(values):
+            padded = torch.tensor(values + [-1] * (capacity - len(values)), dtype=torch.int32)
+            counts = torch.full((1, 2), len(values), dtype=torch.int32, device=device)
+            return padded.to(device).expand(1, 2, -1), counts
 
-    flags = torch.zeros(1, 2, dtype=torch.bool, device="cuda"), torch.tensor(0, device="cuda")
-    spoiled = mtraining.Index(300, *lists([2, 0, 0, 5, -3]), *lists([9, 4, 4, 300, -1]), *flags)
-    clean = mtraining.Index(300, *lists([0, 2]), *lists([4, 9]), *flags)
-    for a, b in zip(
-        mtraining.attend(q, k, v, spoiled), mtraining.attend(q, k, v, clean), strict=True
+        flags = torch.zeros(1, 2, dtype=torch.bool, device=device), torch.tensor(0, device=device)
+        return mtraining.Index(300, *lists(diagonals), *lists(columns), *flags)
+
+    clean = index([0, 2], [4, 9])
+    want = mtraining.attend(q, k, v, clean)
+    for diagonals, columns, right in (
+        ([2, 0, 0], [9, 4, 4], True),
+        ([2, 0, 0, 5], [9, 4, 4], False),
+        ([0, 2, -3], [4, 9], False),
+        ([2, 0], [9, 4, 300, 4], False),
+        ([0, 2], [-1, 4, 9], False),
     ):
-        assert torch.equal(a, b)
+        out = mtraining.attend(q, k, v, index(diagonals, columns))
+        assert all(map(torch.equal, out, want))
+        torch.cuda.synchronize()
+        if not right:
+            with pytest.raises(ValueError) as told:  # by the next call, whichever it is
+                mtraining.attend(q, k, v, clean)
+            with pytest.raises(ValueError) as refused:
+                mtraining.attend(*given, index(diagonals, columns, "cpu"))
+            # Of two heads either may be the one that is named.
+            assert str(told.value).replace("head 1", "head 0") == str(refused.value)
+        assert all(map(torch.equal, mtraining.attend(q, k, v, clean), want))  # said once
 
 
 def test_empty_rows_give_zero_and_minus_infinity():

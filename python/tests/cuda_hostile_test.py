@@ -350,8 +350,16 @@ def test_an_index_of_another_call(plain):
         )
 
 
-def test_lists_full_of_rubbish_read_no_memory_of_others(plain):
-    """Values and counts out of range are cut or dropped; what is left is what the mask says."""
+def told(call, *words):
+    """What an earlier call found wrong is said by this one, once."""
+    torch.cuda.synchronize()
+    refused(call, *words)
+    torch.cuda.synchronize()
+    call()
+
+
+def test_lists_full_of_rubbish_read_no_memory_of_others_and_are_told(plain):
+    """Values and counts out of range are cut or dropped; what is left is what the mask says. The next call says what was wrong."""
     index = mtraining.build_index(*plain[:2], pattern=SPARSE)
     random = torch.Generator().manual_seed(1)
 
@@ -367,13 +375,32 @@ def test_lists_full_of_rubbish_read_no_memory_of_others(plain):
             num_columns=rubbish(index.num_columns),
         )
         mask = wild.mask()
+        told(index.pairs, "num_", "diagonals", "columns")
         assert not mask.triu(1).any()
         given = [x.detach().requires_grad_() for x in plain]
         out, _ = mtraining.attend(*given, wild)
+        told(index.pairs, "num_", "diagonals", "columns")
         want, _ = attention(*(x.detach() for x in given), mask)
         assert (out.double() - want).norm() <= 2e-2 * want.norm()
         gradients = torch.autograd.grad(out.sum(), given)
+        told(lambda: mtraining.attend(*plain, index), "num_", "diagonals", "columns")
         assert all(x.isfinite().all() for x in gradients)
+
+
+@pytest.mark.parametrize("start", [-1, 151, 2**31 - 1])
+def test_document_starts_of_an_index_that_make_no_sense_are_told_by_the_next_call(plain, start):
+    index = mtraining.build_index(*plain[:2], pattern=SPARSE)
+    starts = torch.zeros(1, 200, dtype=torch.int32, device="cuda")
+    mtraining.attend(*plain, broken(index, document_starts=starts))
+    torch.cuda.synchronize()
+    mtraining.attend(*plain, index)  # nothing was wrong
+    starts[0, 150] = start
+    out, _ = mtraining.attend(*plain, broken(index, document_starts=starts))
+    told(
+        lambda: mtraining.attend(*plain, index),
+        f"document_starts[0, 150]: expected 0 .. 150, got {start}",
+    )
+    assert out[:, :150].isfinite().all()
 
 
 def test_documents_that_make_no_sense_are_refused(plain):
