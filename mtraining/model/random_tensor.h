@@ -2,7 +2,7 @@
 //
 // In:   an Rng, a shape, a deviation, a device and a type. Out: element i = deviation x normal(i). Next: decoder.cc (first weights).
 //
-// On the CPU all threads make them; on a GPU the same integer arithmetic runs as tensor operations, about 10^9 values a second.
+// On the CPU all threads make them; on a GPU a kernel of the same integer arithmetic (elementwise_cuda/random_normal.h).
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -11,10 +11,8 @@
 
 namespace mtraining::model {
 
+/// Stream: the current one. Errors: Unsupported on a GPU for other types than float32 and bf16.
 at::Tensor random_normal(const Rng& rng, at::IntArrayRef shape, double deviation, at::Device device,
                          at::ScalarType dtype);
-/// The way of a GPU, on any device.
-at::Tensor random_normal_by_tensors(const Rng& rng, at::IntArrayRef shape, double deviation,
-                                    at::Device device, at::ScalarType dtype);
 
 }  // namespace mtraining::model

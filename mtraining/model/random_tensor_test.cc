@@ -15,14 +15,5 @@ TEST(RandomTensor, ElementsAreTheStreamsValues) {
   }
 }
 
-TEST(RandomTensor, BothWaysMakeTheSameBits) {
-  for (const int64_t count : {1, 1000, (1 << 22) + 17}) {
-    const Rng rng(static_cast<uint64_t>(count), 5);
-    const at::Tensor host = random_normal(rng, {count}, 0.02, at::kCPU, at::kFloat);
-    EXPECT_TRUE(at::equal(host, random_normal_by_tensors(rng, {count}, 0.02, at::kCPU, at::kFloat)))
-        << count;
-  }
-}
-
 }  // namespace
 }  // namespace mtraining::model
