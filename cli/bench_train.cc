@@ -7,6 +7,7 @@
 #include <exception>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "bench/train_bench.h"
@@ -48,8 +49,10 @@ std::unique_ptr<comm::Transport> join(const topology::LaunchEnvironment& launch,
   return comm::make_c10d(options);
 }
 
-void print_rows(LoadedConfig& loaded, const topology::LaunchEnvironment& launch,
-                bench::TrainBenchOptions& options, bool breakdown) {
+void print_rows(const std::string& file, const std::vector<Override>& overrides,
+                const topology::LaunchEnvironment& launch, bench::TrainBenchOptions options,
+                bool breakdown) {
+  LoadedConfig loaded = load_config(file, overrides);
   const bench::Provenance from = bench::provenance();
   std::vector<std::string> lines;
   try {
@@ -74,7 +77,8 @@ void print_rows(LoadedConfig& loaded, const topology::LaunchEnvironment& launch,
 }
 
 /// As a rank of --nproc: whatever fails ends this process at once, since destructors could wait for peers that wait for it.
-void print_rows_as_rank(LoadedConfig& loaded, bench::TrainBenchOptions& options, bool breakdown) {
+void print_rows_as_rank(const std::string& file, const std::vector<Override>& overrides,
+                        bench::TrainBenchOptions options, bool breakdown) {
   sigset_t none;  // launch() held them back until exec
   ::sigemptyset(&none);
   ::sigprocmask(SIG_SETMASK, &none, nullptr);
@@ -83,7 +87,7 @@ void print_rows_as_rank(LoadedConfig& loaded, bench::TrainBenchOptions& options,
   int code = 1;
   std::string message;
   try {
-    return print_rows(loaded, launch, options, breakdown);
+    return print_rows(file, overrides, launch, std::move(options), breakdown);
   } catch (const InvalidArgument& error) {
     code = 2;
     message = error.what();
@@ -160,15 +164,14 @@ int bench_train(int argc, char** argv) {
   }
   if (!device.empty()) overrides.push_back({"train.device", device});
   if (nproc > 1 && !started_by_launch()) return launch({for_ranks(argc, argv), nproc});
-  LoadedConfig loaded = load_config(config, overrides);
   if (started_by_launch()) {
-    print_rows_as_rank(loaded, options, breakdown);
+    print_rows_as_rank(config, overrides, std::move(options), breakdown);
     return 0;
   }
   topology::LaunchEnvironment launch;
   launch.world_size = options.ranks.cp_size();
   launch.local_world_size = options.ranks.cp_size();
-  print_rows(loaded, launch, options, breakdown);
+  print_rows(config, overrides, launch, std::move(options), breakdown);
   return 0;
 }
 
