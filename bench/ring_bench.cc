@@ -359,6 +359,9 @@ std::vector<std::string> bench_ring(const RingBenchOptions& given, const Provena
       row.more["launch_shards"] = context.options().launch_shards;
       row.more["prefetch_steps"] = context.options().prefetch_steps;
       row.more["sm_margin"] = context.options().sm_margin;
+      row.more["transfers"] = context.options().transfers == attention::Transfers::kPeerCopies
+                                  ? "peer_copies"
+                                  : "collectives";
     }
   });
   if (!prints) return {};  // another process does

@@ -26,9 +26,12 @@ struct RingBenchOptions {
   const AttentionCase* given = nullptr;
   int warm_up = 1, repeats = 3;
   bool breakdown = false;
+  /// As a layer's forward runs: the index is chosen in it, while the first transfers are under way. Without `given`.
+  bool whole_layer = false;
+  bool timeline = false;  ///< a row with rank 0's stretches of the last repeat
   uint64_t seed = 1;
 };
-/// The layer's row; with `breakdown` a row a phase after it, times a repeat: the busiest rank, the mean rank.
+/// The layer's row; with `timeline` that row; with `breakdown` a row a phase after it, times a repeat: the busiest rank, the mean rank.
 /// Empty on ranks of a job that do not print. Errors: InvalidArgument, Unsupported before any rank starts.
 std::vector<std::string> bench_ring(const RingBenchOptions& options, const Provenance& from);
 

@@ -4,6 +4,7 @@
 #include <CLI/CLI.hpp>
 #include <charconv>
 #include <cstdio>
+#include <cstdlib>
 #include <optional>
 #include <sstream>
 #include <string>
@@ -36,7 +37,8 @@ const char* const kExamples =
 struct Options {
   std::string device = "cpu", virtual_ranks = "2x2", topology, ring, inner = "gather",
               layout = "block_striped";
-  std::string columns = "once", gradient_transport = "fp32", dtype = "float32", pattern, shape;
+  std::string columns = "once", gradient_transport = "fp32", transfers = "collectives",
+              dtype = "float32", pattern, shape;
   std::optional<double> density;
   std::optional<int64_t> seq_len, heads;
   int64_t kv_heads = 2, head_dim = 64, stripe = 64, seed = 1;
@@ -44,7 +46,7 @@ struct Options {
   int ring_stride = 1, prefetch_steps = 2, launch_shards = 0, sm_margin = 8, repeats = 3,
       warm_up = 1;
   double inner_gb_per_s = 0, outer_gb_per_s = 0;
-  bool breakdown = false, alone = false, any_order = false;
+  bool breakdown = false, alone = false, any_order = false, layer = false, timeline = false;
   std::vector<std::string> variants;
 };
 
@@ -82,6 +84,8 @@ void declare(CLI::App& app, Options& o) {
   app.add_option("--columns", o.columns, "once or per_step")->capture_default_str();
   app.add_option("--gradient-transport", o.gradient_transport, "fp32 or bf16")
       ->capture_default_str();
+  app.add_option("--transfers", o.transfers, "Inside a node: collectives or peer_copies")
+      ->capture_default_str();
   app.add_option("--seq-len", o.seq_len, "Tokens (absent: the pattern file's, or 8192)");
   app.add_option("--heads", o.heads, "Query heads (absent: the pattern file's, or 4)");
   app.add_option("--kv-heads", o.kv_heads, "K/V heads")->capture_default_str();
@@ -100,6 +104,11 @@ void declare(CLI::App& app, Options& o) {
   app.add_option("--variant", o.variants,
                  "A row with some of these flags changed, as ring=flat,sm-margin=0; may be "
                  "repeated: all in one job");
+  app.add_flag(
+      "--layer", o.layer,
+      "As a layer runs: the index is chosen within the forward, under its first transfers");
+  app.add_flag("--timeline", o.timeline,
+               "Also a line with rank 0's launches, transfers and waits of the last repeat");
   app.add_flag("--breakdown", o.breakdown, "Also a line a phase: launches, columns, waits");
 }
 
@@ -117,6 +126,13 @@ Options changed(Options o, const std::string& variant) {
                    ": expected a whole number, got '", value, "'");
       return result;
     };
+    const auto rate = [&] {
+      char* end = nullptr;
+      const double result = std::strtod(value.c_str(), &end);
+      MT_CHECK_ARG(!value.empty() && *end == '\0' && result >= 0, "--variant: ", name,
+                   ": expected a number of at least 0, got '", value, "'");
+      return result;
+    };
     if (name == "ring") {
       o.ring = value;
     } else if (name == "inner") {
@@ -125,6 +141,12 @@ Options changed(Options o, const std::string& variant) {
       o.columns = value;
     } else if (name == "gradient-transport") {
       o.gradient_transport = value;
+    } else if (name == "transfers") {
+      o.transfers = value;
+    } else if (name == "inner-gb-per-s") {
+      o.inner_gb_per_s = rate();
+    } else if (name == "outer-gb-per-s") {
+      o.outer_gb_per_s = rate();
     } else if (name == "ring-stride") {
       o.ring_stride = number();
     } else if (name == "prefetch-steps") {
@@ -135,7 +157,8 @@ Options changed(Options o, const std::string& variant) {
       o.sm_margin = number();
     } else {
       throw InvalidArgument(
-          concat("--variant: expected ring, inner, columns, gradient-transport, ring-stride, "
+          concat("--variant: expected ring, inner, columns, gradient-transport, transfers, "
+                 "inner-gb-per-s, outer-gb-per-s, ring-stride, "
                  "prefetch-steps, launch-shards or sm-margin, got '",
                  name, "' in '", variant, "'"));
     }
@@ -148,7 +171,11 @@ attention::RingOptions ring_options(const Options& o, const topology::Topology& 
                "--columns: expected once or per_step, got '", o.columns, "'");
   MT_CHECK_ARG(o.gradient_transport == "fp32" || o.gradient_transport == "bf16",
                "--gradient-transport: expected fp32 or bf16, got '", o.gradient_transport, "'");
+  MT_CHECK_ARG(o.transfers == "collectives" || o.transfers == "peer_copies",
+               "--transfers: expected collectives or peer_copies, got '", o.transfers, "'");
   attention::RingOptions ring;
+  ring.transfers = o.transfers == "collectives" ? attention::Transfers::kCollectives
+                                                : attention::Transfers::kPeerCopies;
   ring.layout.kind = layout::parse_layout_kind(o.layout);
   ring.layout.stripe = o.stripe;
   ring.topology = topology;
@@ -225,15 +252,22 @@ int bench_ring(int argc, char** argv) {
   const topology::Topology topology =
       topology::parse_topology(in_job ? o.topology : o.virtual_ranks);
   const bool on_gpu = o.device == "cuda";
-  MT_CHECK_ARG(o.inner_gb_per_s >= 0 && o.outer_gb_per_s >= 0,
-               "--inner-gb-per-s, --outer-gb-per-s: expected at least 0, got ", o.inner_gb_per_s,
-               " and ", o.outer_gb_per_s);
-  MT_CHECK_ARG((on_gpu && !in_job && !o.alone) || o.inner_gb_per_s + o.outer_gb_per_s == 0,
-               "--inner-gb-per-s, --outer-gb-per-s: for ranks that share one GPU (--device cuda "
-               "--virtual)");
+  const auto check_rates = [&](const Options& row) {
+    MT_CHECK_ARG(row.inner_gb_per_s >= 0 && row.outer_gb_per_s >= 0,
+                 "--inner-gb-per-s, --outer-gb-per-s: expected at least 0, got ",
+                 row.inner_gb_per_s, " and ", row.outer_gb_per_s);
+    MT_CHECK_ARG((on_gpu && !in_job && !o.alone) || row.inner_gb_per_s + row.outer_gb_per_s == 0,
+                 "--inner-gb-per-s, --outer-gb-per-s: for ranks that share one GPU (--device cuda "
+                 "--virtual)");
+  };
+  check_rates(o);
   if (!o.ring.empty()) ring::parse_ring_kind(o.ring);
   ring_options(o, topology);
-  for (const std::string& variant : o.variants) ring_options(changed(o, variant), topology);
+  for (const std::string& variant : o.variants) {
+    const Options row = changed(o, variant);
+    check_rates(row);
+    ring_options(row, topology);
+  }
   const int chosen = static_cast<int>(app.count("--p") + app.count("--density") +
                                       app.count("--pattern") + app.count("--shape"));
   MT_CHECK_ARG(chosen <= 1,
@@ -253,10 +287,8 @@ int bench_ring(int argc, char** argv) {
   if (!o.shape.empty()) given = bench::shape_case(options.sizes, o.shape);
   if (o.density) given = bench::density_case(options.sizes, *o.density);
   options.given = given ? &*given : nullptr;
-  options.place = {.on_gpu = on_gpu,
-                   .alone = o.alone,
-                   .inner_bytes_per_s = o.inner_gb_per_s * 1e9,
-                   .outer_bytes_per_s = o.outer_gb_per_s * 1e9};
+  options.place.on_gpu = on_gpu;
+  options.place.alone = o.alone;
   Job job;
   if (in_job) {
     const topology::LaunchEnvironment launch = topology::read_launch_environment();
@@ -271,7 +303,9 @@ int bench_ring(int argc, char** argv) {
   options.p = o.p;
   options.repeats = o.repeats;
   options.warm_up = o.warm_up;
-  options.breakdown = o.breakdown;
+  options.breakdown = o.breakdown || o.timeline;
+  options.whole_layer = o.layer;
+  options.timeline = o.timeline;
   options.seed = static_cast<uint64_t>(o.seed);
   std::vector<Options> rows;
   for (const std::string& variant : o.variants) rows.push_back(changed(o, variant));
@@ -285,6 +319,8 @@ int bench_ring(int argc, char** argv) {
   const bench::Provenance from = bench::provenance();
   for (const Options& row : rows) {
     options.ring = ring_options(row, topology);
+    options.place.inner_bytes_per_s = row.inner_gb_per_s * 1e9;
+    options.place.outer_bytes_per_s = row.outer_gb_per_s * 1e9;
     for (const std::string& line : bench::bench_ring(options, from))
       std::printf("%s\n", line.c_str());
     std::fflush(stdout);

@@ -48,6 +48,8 @@ const Names<attention::ColumnMode> kColumns = {{"once", attention::ColumnMode::k
 const Names<attention::GradientTransport> kTransports = {
     {"fp32", attention::GradientTransport::kFloat32},
     {"bf16", attention::GradientTransport::kBFloat16}};
+const Names<attention::Transfers> kTransfers = {{"collectives", attention::Transfers::kCollectives},
+                                                {"peer_copies", attention::Transfers::kPeerCopies}};
 const Names<optim::ScheduleKind> kSchedules = {{"constant", optim::ScheduleKind::kConstant},
                                                {"cosine", optim::ScheduleKind::kCosine},
                                                {"linear", optim::ScheduleKind::kLinear}};
@@ -144,6 +146,7 @@ void visit_keys(train::RunConfig& c, Visitor&& v) {
   v.key("parallel.zero", c.parallel.zero);
   v.key("parallel.offload_optimizer", c.parallel.offload_optimizer);
   v.key("parallel.optimizer_threads", c.parallel.optimizer_threads);
+  v.key("parallel.timeout_s", c.parallel.timeout_s);
   visit_pattern_keys("attention.", c.attention, v);
   v.layers("attention.layers", c.attention);
   v.key("attention.dense_steps", c.attention.dense_steps);
@@ -156,6 +159,7 @@ void visit_keys(train::RunConfig& c, Visitor&& v) {
   v.key("attention.launch_shards", c.attention.launch_shards);
   v.choice("attention.columns", c.attention.columns, kColumns);
   v.choice("attention.gradient_transport", c.attention.gradient_transport, kTransports);
+  v.choice("attention.transfers", c.attention.transfers, kTransfers);
   v.key("attention.deterministic", c.attention.deterministic);
   v.key("attention.sm_margin", c.attention.sm_margin);
   v.choice("train.device", c.train.device, kDevices);

@@ -51,6 +51,7 @@ KeyKind kind_of(const std::string& key) {
       "attention.launch_shards",
       "attention.columns",
       "attention.gradient_transport",
+      "attention.transfers",
       "attention.deterministic",
       "attention.sm_margin",
       "attention.estimate",

@@ -218,6 +218,8 @@ void connect(const train::RunConfig& config, const topology::LaunchEnvironment& 
   if (rendezvous.address_is_given) check_resolves(rendezvous.address, "MASTER_ADDR");
   comm::C10dOptions options =
       transport_options(launch, rendezvous, config.train.device == train::DeviceKind::kCuda);
+  options.timeout =
+      std::chrono::milliseconds(static_cast<int64_t>(config.parallel.timeout_s * 1000));
   if (!started_by_launch()) {
     if (!rendezvous.address_is_given)
       check_resolves(rendezvous.address, "the launcher's host of rank 0 (set MASTER_ADDR)");

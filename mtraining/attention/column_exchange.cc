@@ -44,9 +44,10 @@ std::string ColumnExchange::buffer_name(const char* what, int slice) const {
   return concat("columns ", what, " ", slice % kSlicesInMemory);
 }
 
-bool ColumnExchange::is_transferring() const {
+bool ColumnExchange::needs_multiprocessors() const {
   const auto posted = [](const comm::WorkPtr& work) { return work != nullptr; };
-  return std::any_of(gathers_.begin(), gathers_.end(), posted) ||
+  return (state_.columns_group->needs_multiprocessors() &&
+          std::any_of(gathers_.begin(), gathers_.end(), posted)) ||
          std::any_of(reductions_.begin(), reductions_.end(), posted);
 }
 
@@ -68,6 +69,7 @@ void ColumnExchange::post_gather(int slice) {
   std::vector<comm::Buffer> parts;
   for (at::Tensor& part : gathered_[slice].unbind(0)) parts.push_back(writable_bytes_of(part));
   gathers_[slice] = state_.columns_group->all_gather(bytes_of(packed), std::move(parts));
+  state_.watch_transfer({&gathers_[slice], 1}, k_.device(), "columns", slice);
 }
 
 kernels::KeySource ColumnExchange::gathered(int slice) {
@@ -114,6 +116,7 @@ void ColumnExchange::post_reduce(int slice, at::ScalarType grad_wire) {
   for (const at::Tensor& part : wire_[slice].unbind(0)) parts.push_back(bytes_of(part));
   reductions_[slice] = state_.columns_group->reduce_scatter(
       std::move(parts), writable_bytes_of(reduced_[slice]), element_type(grad_wire));
+  state_.watch_transfer({&reductions_[slice], 1}, k_.device(), "columns", slice);
 }
 
 void ColumnExchange::add_reduced_to(at::Tensor& dk, at::Tensor& dv) {

@@ -23,8 +23,8 @@ class ColumnExchange {
   int num_slices() const { return static_cast<int>(plan_.slices.size()); }
   /// The first ones, that a launch of the ring takes along.
   int num_slices_beside_shards() const { return std::min(kSlicesInMemory, num_slices()); }
-  /// A transfer was posted that nobody has waited for yet.
-  bool is_transferring() const;
+  /// A transfer was posted that nobody has waited for yet, and that needs multiprocessors.
+  bool needs_multiprocessors() const;
   /// Collective: packs this rank's rows of a slice and posts the all-gather. Slices in order, at most two unfinished.
   void post_gather(int slice);
   /// Waits for it. The source is valid until slice + 2 is posted.

@@ -89,8 +89,7 @@ std::shared_ptr<const index::Index> IndexPlan::release_index() {
 bool IndexPlan::has_columns() { return made_ ? made_->has_columns() : has_columns_; }
 
 uint64_t IndexPlan::digest() {
-  // The ranks' choice is one calculation, whose sums they share.
-  if (is_awaited()) return 1;
+  if (is_awaited()) return kAwaitedDigest;
   if (!digest_) {
     Digest digest;
     digest.add(static_cast<uint64_t>(index_->batch));

@@ -39,6 +39,8 @@ class IndexPlan {
   bool is_dense() const { return is_dense_; }
   /// A digest of the index: ranks with different ones must not meet.
   uint64_t digest();
+  /// Of an index that is awaited: the ranks' choice is one calculation, whose sums they share.
+  static constexpr uint64_t kAwaitedDigest = 1;
 
   // Lists of a source, of its columns, of a slice of the union, and the bitmap, where kernels on `device` read them.
   /// by_key_too: also the lists by key block, which the backward of a GPU walks; made there.

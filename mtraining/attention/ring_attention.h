@@ -27,6 +27,9 @@ namespace mtraining::attention {
 
 enum class ColumnMode { kOnce, kPerStep };             // columns = "once" | "per_step"
 enum class GradientTransport { kFloat32, kBFloat16 };  // gradient_transport = "fp32" | "bf16"
+/// transfers = "collectives" | "peer_copies": what moves K, V, columns and gradients between the ranks of a node: the transport's own
+/// collectives (NCCL on GPUs), or copies between the GPUs of a host by their copy engines, which need no multiprocessors.
+enum class Transfers { kCollectives, kPeerCopies };
 
 struct RingOptions {
   /// seq_len, cp_size, kind, stripe; `nodes` is set by RingContext from ring and topology.
@@ -41,10 +44,11 @@ struct RingOptions {
   int launch_shards = 0;
   ColumnMode columns = ColumnMode::kOnce;
   GradientTransport gradient_transport = GradientTransport::kFloat32;
+  Transfers transfers = Transfers::kCollectives;
   int64_t max_column_rows_per_rank = 16384;  ///< bound of a slice of gathered columns
   bool deterministic = true;
-  /// Multiprocessors of a GPU that launches leave to transfers, where there are several ranks: a transport whose kernels find no room
-  /// waits for a launch to end.
+  /// Multiprocessors of a GPU that a launch leaves free while transfers are under way that need some: kernels of a transport that find
+  /// no room wait for the launch to end.
   int sm_margin = 8;
 };
 

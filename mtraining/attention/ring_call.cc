@@ -86,20 +86,13 @@ at::Tensor without_padding(const RingContext::State& state, at::Tensor rows) {
   return rows;
 }
 
-RingCall checked_call(RingContext::State& state, IndexPlan& plan, const char* direction,
-                      const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                      double softmax_scale, const at::Tensor& document_starts) {
-  const ListSizes& index = plan.sizes();
+namespace {
+
+RingCall checked_call(RingContext::State& state, const ListSizes& index, uint64_t index_digest,
+                      const char* direction, const at::Tensor& q, const at::Tensor& k,
+                      const at::Tensor& v, double softmax_scale,
+                      const at::Tensor& document_starts) {
   const int64_t n = state.layout.tokens_per_rank();
-  MT_CHECK_ARG(index.seq_len == state.layout.seq_len(), "index: expected seq_len ",
-               state.layout.seq_len(), ", got ", index.seq_len);
-  if (!plan.is_awaited()) {
-    const int64_t rows = int64_t{index.batch} * index.num_q_heads,
-                  diagonals = plan.index().diagonals.rows, columns = plan.index().columns.rows;
-    MT_CHECK_ARG(diagonals == rows && columns == rows,
-                 "index: expected lists of batch x num_q_heads = ", rows, " rows, got ", diagonals,
-                 " of diagonals and ", columns, " of columns");
-  }
   const int64_t head_dim = q.defined() && q.dim() == 4 ? q.size(3) : 0;
   const at::ScalarType dtype = q.defined() ? q.scalar_type() : at::kFloat;
   const at::Device device = q.defined() ? q.device() : at::kCPU;
@@ -145,8 +138,36 @@ RingCall checked_call(RingContext::State& state, IndexPlan& plan, const char* di
   if (state.agreement_group->size() == 1) return call;
   agree(state, {std::strcmp(direction, "backward") == 0, index.batch, index.num_q_heads, kv_heads,
                 head_dim, static_cast<int64_t>(dtype), std::bit_cast<int64_t>(call.softmax_scale),
-                static_cast<int64_t>(plan.digest()), static_cast<int64_t>(digest_of(documents))});
+                static_cast<int64_t>(index_digest), static_cast<int64_t>(digest_of(documents))});
   return call;
+}
+
+}  // namespace
+
+RingCall checked_call(RingContext::State& state, IndexPlan& plan, const char* direction,
+                      const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                      double softmax_scale, const at::Tensor& document_starts) {
+  const ListSizes& index = plan.sizes();
+  MT_CHECK_ARG(index.seq_len == state.layout.seq_len(), "index: expected seq_len ",
+               state.layout.seq_len(), ", got ", index.seq_len);
+  if (!plan.is_awaited()) {
+    const int64_t rows = int64_t{index.batch} * index.num_q_heads,
+                  diagonals = plan.index().diagonals.rows, columns = plan.index().columns.rows;
+    MT_CHECK_ARG(diagonals == rows && columns == rows,
+                 "index: expected lists of batch x num_q_heads = ", rows, " rows, got ", diagonals,
+                 " of diagonals and ", columns, " of columns");
+  }
+  return checked_call(state, index, plan.digest(), direction, q, k, v, softmax_scale,
+                      document_starts);
+}
+
+RingCall checked_call(RingContext::State& state, const at::Tensor& q, const at::Tensor& k,
+                      const at::Tensor& v, double softmax_scale,
+                      const at::Tensor& document_starts) {
+  const ListSizes sizes{static_cast<int>(q.size(0)), static_cast<int>(q.size(2)),
+                        state.layout.seq_len()};
+  return checked_call(state, sizes, IndexPlan::kAwaitedDigest, "forward", q, k, v, softmax_scale,
+                      document_starts);
 }
 
 void check_gradient_inputs(const at::Tensor& q, const at::Tensor& dout,

@@ -1,5 +1,6 @@
 #include "mtraining/attention/ring_context.h"
 
+#include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
@@ -28,6 +29,7 @@ constexpr const char* kOptionNames[] = {"parallel.cp_size",
                                         "attention.launch_shards",
                                         "attention.columns",
                                         "attention.gradient_transport",
+                                        "attention.transfers",
                                         "max_column_rows_per_rank",
                                         "attention.deterministic",
                                         "attention.sm_margin"};
@@ -47,6 +49,7 @@ OptionValues values_of(const RingOptions& options) {
           options.launch_shards,
           static_cast<int64_t>(options.columns),
           static_cast<int64_t>(options.gradient_transport),
+          static_cast<int64_t>(options.transfers),
           options.max_column_rows_per_rank,
           options.deterministic,
           options.sm_margin};
@@ -133,6 +136,7 @@ struct ChannelGroups {
   ring::Channel channel;
   const char* name;
   std::vector<std::vector<int>> cp_ranks;
+  bool in_node;
 };
 
 /// Which cp ranks talk to one another on each channel that this ring uses.
@@ -140,7 +144,8 @@ std::vector<ChannelGroups> channel_groups(const RingOptions& options) {
   const topology::Topology& topology = options.topology;
   if (options.ring == ring::RingKind::kFlat) {
     const std::vector<std::vector<int>> all = {all_ranks(topology.cp_size())};
-    return {{ring::Channel::kFlatKv, "kv", all}, {ring::Channel::kFlatGrad, "grad", all}};
+    return {{ring::Channel::kFlatKv, "kv", all, topology.nodes == 1},
+            {ring::Channel::kFlatGrad, "grad", all, topology.nodes == 1}};
   }
   std::vector<std::vector<int>> inner(static_cast<size_t>(topology.nodes)),
       outer(static_cast<size_t>(topology.ranks_per_node));
@@ -148,10 +153,10 @@ std::vector<ChannelGroups> channel_groups(const RingOptions& options) {
     inner[topology.node(r)].push_back(r);
     outer[topology.local_rank(r)].push_back(r);
   }
-  return {{ring::Channel::kInnerKv, "inner kv", inner},
-          {ring::Channel::kOuterKv, "outer kv", outer},
-          {ring::Channel::kInnerGrad, "inner grad", inner},
-          {ring::Channel::kOuterGrad, "outer grad", outer}};
+  return {{ring::Channel::kInnerKv, "inner kv", inner, true},
+          {ring::Channel::kOuterKv, "outer kv", outer, false},
+          {ring::Channel::kInnerGrad, "inner grad", inner, true},
+          {ring::Channel::kOuterGrad, "outer grad", outer, false}};
 }
 
 }  // namespace
@@ -176,6 +181,8 @@ RingContext::State::State(const RingOptions& given, comm::Transport& transport,
   forward = ring::forward_schedule(schedule, cp_rank);
   backward = ring::backward_schedule(schedule, cp_rank);
   positions = layout.positions(cp_rank);
+  source_ranks.resize(static_cast<size_t>(layout.cp_size()));
+  std::iota(source_ranks.begin(), source_ranks.end(), 0);
   for (int r = 0; r < layout.cp_size(); ++r) block_starts.push_back(layout.block_starts(r));
   for (int64_t p = 0; layout.has_blocks() && p < layout.padded_len(); p += layout::kBlock) {
     const layout::Owner owner = layout.owner(p);
@@ -194,10 +201,14 @@ RingContext::State::State(const RingOptions& given, comm::Transport& transport,
       transport.open_host("attention agreement", all_ranks(transport.size()));
   agree_on_options(options, *job);
   for (const std::vector<int>& group : agree_on_groups(members, *job)) {
-    const auto open = [&](const char* name, const std::vector<int>& cp_ranks) {
+    const auto open = [&](const char* name, const std::vector<int>& cp_ranks,
+                          bool in_node = false) {
       std::vector<int> ranks;
       for (int r : cp_ranks) ranks.push_back(group[r]);
-      return transport.open(concat("attention ", name), ranks);
+      const std::string whole = concat("attention ", name);
+      return in_node && options.transfers == Transfers::kPeerCopies
+                 ? transport.open_copies(whole, ranks)
+                 : transport.open(whole, ranks);
     };
     const std::vector<int> all = all_ranks(layout.cp_size());
     // pattern/ works in host memory, and on a GPU in the device's.
@@ -205,11 +216,11 @@ RingContext::State::State(const RingOptions& given, comm::Transport& transport,
     if (transport.on_device()) {
       if (auto opened = open("index on the device", all)) device_index_group = opened;
     }
-    if (auto opened = open("columns", all)) columns_group = opened;
+    if (auto opened = open("columns", all, options.topology.nodes == 1)) columns_group = opened;
     if (auto opened = transport.open_host("attention calls", group)) agreement_group = opened;
     for (const ChannelGroups& channel : channel_groups(options)) {
       for (const std::vector<int>& cp_ranks : channel.cp_ranks) {
-        if (auto opened = open(channel.name, cp_ranks))
+        if (auto opened = open(channel.name, cp_ranks, channel.in_node))
           channels[static_cast<size_t>(channel.channel)] = opened;
       }
     }
@@ -269,6 +280,21 @@ void RingContext::State::end_stretch(Stretch stretch, const char* what, int ring
   c10::Event end = recorded(stretch.begin->device());
   unreported.push_back({timing, std::move(*stretch.begin), std::move(end)});
   report_stretches(/*wait=*/false);
+}
+
+void RingContext::State::watch_transfer(std::span<const comm::WorkPtr> works, at::Device device,
+                                        std::string_view channel, int ring_step) {
+  if (!observer || device.is_cpu()) return;
+  c10::Event begin = recorded(device);
+  const c10::impl::VirtualGuardImpl streams(device.type());
+  const c10::Stream stream =
+      watching.try_emplace(channel, streams.getStreamFromGlobalPool(device)).first->second;
+  const c10::StreamGuard guard(stream);
+  for (const comm::WorkPtr& work : works) work->wait();
+  unreported.push_back(
+      {{.what = "transfer", .ring_step = ring_step, .tag = tag, .channel = channel},
+       std::move(begin),
+       recorded(device)});
 }
 
 void RingContext::State::report_stretches(bool wait) {

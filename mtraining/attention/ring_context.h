@@ -4,13 +4,16 @@
 #pragma once
 
 #include <c10/core/Event.h>
+#include <c10/core/Stream.h>
 
 #include <array>
 #include <chrono>
 #include <cstdint>
 #include <deque>
+#include <map>
 #include <memory>
 #include <optional>
+#include <span>
 #include <utility>
 #include <vector>
 
@@ -39,6 +42,9 @@ struct RingContext::State {
   };
   Stretch begin_stretch(at::Device device) const;
   void end_stretch(Stretch stretch, const char* what, int ring_step, int64_t pairs);
+  /// Tells the observer how long the transfers are under way from now on; on a GPU alone. Nobody waits.
+  void watch_transfer(std::span<const comm::WorkPtr> works, at::Device device,
+                      std::string_view channel, int ring_step);
   /// Tells the observer of the stretches that the device has done; of all of them, having waited.
   void report_stretches(bool wait);
 
@@ -61,6 +67,8 @@ struct RingContext::State {
     c10::Event begin, end;
   };
   std::deque<DeviceStretch> unreported;
+  std::map<std::string_view, c10::Stream>
+      watching;                     ///< by channel: a stream that waits for its transfers
   std::optional<c10::Event> clock;  ///< an event that is over, and when it was
   double clock_us = 0;
   Buffers buffers;
@@ -68,6 +76,7 @@ struct RingContext::State {
   ListUploads uploads;                     ///< of block_starts
   std::vector<int32_t>
       block_owners;  ///< [blocks, 2] rank and local block of each; empty where the layout has no blocks
+  std::vector<int32_t> source_ranks;  ///< 0 .. cp_size - 1
   std::vector<int32_t>
       residue_distances;  ///< [cp_size] residue of this rank minus that of each; empty where there are none
   bool forward_by_torch = false;  ///< whose kernels the last forward took

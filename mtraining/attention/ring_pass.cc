@@ -7,9 +7,24 @@
 
 namespace mtraining::attention {
 
+void RingPass::begin() {
+  for (; begun_ < schedule_.ops.size(); ++begun_) {
+    const ring::Op& op = schedule_.ops[begun_];
+    if (!op.after.empty()) return;
+    if (op.kind == ring::OpKind::kExchange) {
+      exchange(op);
+    } else if (op.kind == ring::OpKind::kAllGather) {
+      all_gather(op);
+    } else {
+      return;
+    }
+  }
+}
+
 void RingPass::run(const Launch& launch) {
   std::vector<int> visits(static_cast<size_t>(state_.layout.cp_size()), 0);
-  for (const ring::Op& op : schedule_.ops) {
+  for (; begun_ < schedule_.ops.size(); ++begun_) {
+    const ring::Op& op = schedule_.ops[begun_];
     for (int id : op.after) finish(id, op.ring_step);
     switch (op.kind) {
       case ring::OpKind::kExchange:
@@ -40,9 +55,17 @@ void RingPass::run(const Launch& launch) {
   }
 }
 
-bool RingPass::is_transferring() const {
-  return std::any_of(pending_.begin(), pending_.end(),
-                     [](const Transfer& transfer) { return !transfer.works.empty(); });
+bool RingPass::needs_multiprocessors() const {
+  return std::any_of(pending_.begin(), pending_.end(), [](const Transfer& transfer) {
+    return !transfer.works.empty() && transfer.needs_multiprocessors;
+  });
+}
+
+void RingPass::posted(const ring::Op& op, bool sums) {
+  Transfer& transfer = pending_[op.id];
+  transfer.needs_multiprocessors = sums || state_.channel(op.channel).needs_multiprocessors();
+  state_.watch_transfer(transfer.works, slots_.k(0).device(), ring::to_string(op.channel),
+                        op.ring_step);
 }
 
 void RingPass::exchange(const ring::Op& op) {
@@ -62,6 +85,7 @@ void RingPass::exchange(const ring::Op& op) {
     recv = {writable_bytes_of(slots_.k(op.recv_slot)), writable_bytes_of(slots_.v(op.recv_slot))};
   }
   pending_[op.id].works.push_back(group.exchange(to, std::move(send), from, std::move(recv)));
+  posted(op, false);
 }
 
 void RingPass::all_gather(const ring::Op& op) {
@@ -73,6 +97,7 @@ void RingPass::all_gather(const ring::Op& op) {
   }
   pending_[op.id].works.push_back(group.all_gather(bytes_of(slots_.k(op.send_slot)), std::move(k)));
   pending_[op.id].works.push_back(group.all_gather(bytes_of(slots_.v(op.send_slot)), std::move(v)));
+  posted(op, false);
 }
 
 void RingPass::reduce_scatter(const ring::Op& op) {
@@ -89,6 +114,7 @@ void RingPass::reduce_scatter(const ring::Op& op) {
   pending_[op.id].works.push_back(
       group.reduce_scatter(std::move(dv), writable_bytes_of(slots_.wire_dv(op.recv_slot)), type));
   pending_[op.id].grad_slots_to_unpack = {op.recv_slot};
+  posted(op, true);
 }
 
 void RingPass::zero_grad(const ring::Op& op) {

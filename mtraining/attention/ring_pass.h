@@ -18,18 +18,23 @@ class RingPass {
   RingPass(RingContext::State& state, const ring::Schedule& schedule, RingSlots& slots)
       : state_(state), schedule_(schedule), slots_(slots), pending_(schedule.ops.size()) {}
 
+  /// Collective over the context's ranks: posts the transfers that wait for nothing. run() goes on from there.
+  void begin();
   /// Collective over the context's ranks. After it no transfer is under way. Errors: InternalError where the launches did not
   /// attend to every shard exactly once.
   void run(const Launch& launch);
-  /// A transfer was posted that nobody has waited for yet.
-  bool is_transferring() const;
+  /// A transfer was posted that nobody has waited for yet, and that needs multiprocessors.
+  bool needs_multiprocessors() const;
 
  private:
   struct Transfer {
     std::vector<comm::WorkPtr> works;
     std::vector<int> grad_slots_to_unpack;  // came in the wire's type
+    bool needs_multiprocessors = false;
   };
 
+  /// Of a transfer that has been posted.
+  void posted(const ring::Op& op, bool sums);
   void exchange(const ring::Op& op);
   void all_gather(const ring::Op& op);
   void reduce_scatter(const ring::Op& op);
@@ -42,6 +47,7 @@ class RingPass {
   const ring::Schedule& schedule_;
   RingSlots& slots_;
   std::vector<Transfer> pending_;  // by operation
+  size_t begun_ = 0;               // operations
 };
 
 }  // namespace mtraining::attention

@@ -18,6 +18,9 @@
 #include "mtraining/comm/c10d_group.h"
 #include "mtraining/comm/call.h"
 #include "mtraining/comm/loopback.h"
+#ifdef USE_C10D_NCCL
+#include "mtraining/comm/peer_copies.h"
+#endif
 
 namespace mtraining::comm {
 namespace {
@@ -45,8 +48,32 @@ class C10dTransport : public Transport {
     return open(name, members, false);
   }
 
+  CommunicatorPtr open_copies(const std::string& name, const std::vector<int>& members) override {
+#ifdef USE_C10D_NCCL
+    if (options_.backend == "nccl") {
+      const CommunicatorPtr host = open_host(concat(name, ", where copies meet"), members);
+      if (!host) return nullptr;
+      auto made = make_peer_copies(
+          name, {.host = host,
+                 .current_stream = current_cuda_stream,
+                 .failure = [board = board_] { return board->find(milliseconds(0)); },
+                 .report = [board = board_](const std::string& cause) { board->report(cause); },
+                 .timeout = options_.timeout});
+      std::erase_if(copies_, [](const auto& weak) { return weak.expired(); });
+      copies_.push_back(made);
+      return made;
+    }
+#endif
+    return Transport::open_copies(name, members);
+  }
+
   void abort(const std::string& cause) noexcept override {
     board_->report(cause);
+#ifdef USE_C10D_NCCL
+    for (const auto& weak : copies_) {
+      if (auto group = weak.lock()) group->break_off(cause);
+    }
+#endif
     for (const std::weak_ptr<Communicator>& weak : groups_) {
       if (auto group = weak.lock()) dynamic_cast<Breakable&>(*group).break_connections();
     }
@@ -138,6 +165,9 @@ class C10dTransport : public Transport {
   std::shared_ptr<gloo::transport::Device> device_;
   std::unique_ptr<Transport> single_;
   std::vector<std::weak_ptr<Communicator>> groups_;
+#ifdef USE_C10D_NCCL
+  std::vector<std::weak_ptr<PeerCopiesCommunicator>> copies_;
+#endif
   int64_t opened_ = 0;
 };
 

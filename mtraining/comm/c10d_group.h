@@ -122,6 +122,8 @@ CommunicatorPtr make_gloo_group(const GroupOptions& options,
                                 const std::shared_ptr<gloo::transport::Device>& device);
 #ifdef USE_C10D_NCCL
 CommunicatorPtr make_nccl_group(const GroupOptions& options);
+/// cudaStream_t of this thread.
+void* current_cuda_stream();
 #endif
 
 }  // namespace mtraining::comm::c10d_detail

@@ -1,6 +1,8 @@
 #ifdef USE_C10D_NCCL
 #include <c10/cuda/CUDAFunctions.h>
+#include <c10/cuda/CUDAStream.h>
 
+#include <cstdlib>
 #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
 
 #include "mtraining/comm/c10d_group.h"
@@ -23,6 +25,7 @@ class NcclCommunicator : public Communicator, public Breakable {
   int rank() const override { return rank_; }
   int size() const override { return size_; }
   const std::string& name() const override { return name_; }
+  bool needs_multiprocessors() const override { return true; }
   void break_connections() noexcept override {
     try {
       group_->abort();
@@ -173,10 +176,36 @@ class NcclCommunicator : public Communicator, public Breakable {
 
 }  // namespace
 
+namespace {
+
+/// While it lives groups are made that, when a transfer times out, are aborted, so that the device and whoever waits for it go on and
+/// the next call fails with the cause; by default torch ends the process, without a word to the others. Read from the environment when
+/// a group is made; what the user has set stays.
+class AbortOnTimeout {
+ public:
+  AbortOnTimeout() : set_(std::getenv(kName) == nullptr) {
+    if (set_) ::setenv(kName, "2", 0);
+  }
+  ~AbortOnTimeout() {
+    if (set_) ::unsetenv(kName);
+  }
+  AbortOnTimeout(const AbortOnTimeout&) = delete;
+  AbortOnTimeout& operator=(const AbortOnTimeout&) = delete;
+
+ private:
+  static constexpr const char* kName = "TORCH_NCCL_ASYNC_ERROR_HANDLING";
+  bool set_;
+};
+
+}  // namespace
+
+void* current_cuda_stream() { return c10::cuda::getCurrentCUDAStream().stream(); }
+
 CommunicatorPtr make_nccl_group(const GroupOptions& options) {
   // High priority: a transfer must not queue behind a kernel's thread blocks.
   auto nccl = c10d::ProcessGroupNCCL::Options::create(/*is_high_priority_stream=*/true);
   nccl->timeout = options.timeout;
+  const AbortOnTimeout mode;
   auto group =
       c10::make_intrusive<c10d::ProcessGroupNCCL>(options.store, options.rank, options.size, nccl);
   // Connects now, on all members: otherwise the first call would, and a first call that is no collective could hang.

@@ -44,6 +44,12 @@ void check_elements(const Communicator& group, const char* what, int64_t bytes, 
 
 }  // namespace
 
+CommunicatorPtr Transport::open_copies(const std::string& name,
+                                       const std::vector<int>& /*members*/) {
+  throw Unsupported(concat("communicator '", name,
+                           "': copies between GPUs need processes with a GPU each (nccl)"));
+}
+
 int64_t size_of(ElementType type) {
   switch (type) {
     case ElementType::kInt64:

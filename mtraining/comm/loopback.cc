@@ -64,6 +64,7 @@ struct Group {
 
 class HostMemory : public LoopbackMemory {
  public:
+  bool on_device() const override { return false; }
   Mark mark() override { return {}; }
   void await(const Mark& /*mark*/) override {}
   Mark copy(const Line& /*line*/, std::span<const Mark> /*after*/, int /*from*/,
@@ -427,9 +428,10 @@ class ExchangeWork : public Work {
   }
 
   void wait() override {
-    if (finished_) return;
-    world_->await(group_->members[rank_], {&send_->progress, &recv_->progress},
-                  concat("communicator '", group_->name, "', ", send_->text));
+    if (!finished_) {
+      world_->await(group_->members[rank_], {&send_->progress, &recv_->progress},
+                    concat("communicator '", group_->name, "', ", send_->text));
+    }
     finished_ = true;
     group_->memory->await(send_->moved);
     group_->memory->await(recv_->moved);
@@ -459,9 +461,10 @@ class CollectiveWork : public Work {
   }
 
   void wait() override {
-    if (finished_) return;
-    world_->await(group_->members[rank_], {&collective_->progress},
-                  concat("communicator '", group_->name, "', ", describe(collective_->call)));
+    if (!finished_) {
+      world_->await(group_->members[rank_], {&collective_->progress},
+                    concat("communicator '", group_->name, "', ", describe(collective_->call)));
+    }
     finished_ = true;
     for (const Mark& mark : collective_->moved) group_->memory->await(mark);
   }
@@ -478,6 +481,7 @@ class LoopbackCommunicator : public Communicator {
  public:
   LoopbackCommunicator(std::shared_ptr<World> world, std::shared_ptr<Group> group, int rank)
       : world_(std::move(world)), group_(std::move(group)), rank_(rank) {}
+  bool needs_multiprocessors() const override { return group_->memory->on_device(); }
 
   int rank() const override { return rank_; }
   int size() const override { return static_cast<int>(group_->members.size()); }

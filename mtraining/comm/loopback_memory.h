@@ -32,6 +32,7 @@ class LoopbackMemory {
   };
 
   virtual ~LoopbackMemory() = default;
+  virtual bool on_device() const { return true; }
   /// Of the calling rank's thread.
   virtual Mark mark() = 0;
   /// What the calling thread enqueues from here on waits for it.

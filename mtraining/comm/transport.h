@@ -21,8 +21,8 @@ enum class ReduceOp { kSum, kMax };
 enum class ElementType { kInt64, kInt32, kFloat32, kFloat64, kBFloat16 };
 int64_t size_of(ElementType type);
 
-/// Handle of an asynchronous call. wait() returns when done (CPU) or makes the current stream wait (CUDA).
-/// Errors: ExternalError naming communicator, call, peer and cause (peer died, timeout).
+/// Handle of an asynchronous call. wait() returns when done (CPU) or makes the current stream wait (CUDA); called again it does so for
+/// the stream that is current then. Errors: ExternalError naming communicator, call, peer and cause (peer died, timeout).
 class Work {
  public:
   virtual ~Work() = default;
@@ -65,6 +65,9 @@ class Communicator {
   virtual WorkPtr broadcast(Buffer data, int root) = 0;
   virtual void barrier() = 0;
 
+  /// Exchanges and gathers run as kernels of a GPU: launches beside them leave multiprocessors free.
+  virtual bool needs_multiprocessors() const { return false; }
+
   const Counters& counters() const { return counters_; }
 
  protected:
@@ -85,6 +88,9 @@ class Transport {
   virtual CommunicatorPtr open_host(const std::string& name, const std::vector<int>& members) {
     return open(name, members);
   }
+  /// As open(), among GPUs of one host that read each other's memory: bytes move by copy engines, no kernel among them but for sums.
+  /// Errors: Unsupported, on every member alike, naming why not.
+  virtual CommunicatorPtr open_copies(const std::string& name, const std::vector<int>& members);
   /// Whether open()'s communicators take device memory.
   virtual bool on_device() const { return false; }
   virtual std::chrono::milliseconds timeout() const = 0;

@@ -161,6 +161,9 @@ ResolvedRun resolve(RunConfig& config, const topology::LaunchEnvironment& launch
   MT_CHECK_ARG(config.parallel.zero == 0 || config.parallel.zero == 2,
                "parallel.zero: expected 0 or 2, got ", config.parallel.zero);
   at_least("parallel.dp_size", config.parallel.dp_size, 1);
+  MT_CHECK_ARG(config.parallel.timeout_s >= 1 && config.parallel.timeout_s <= 1e6,
+               "parallel.timeout_s: expected 1 .. 1000000 seconds, got ",
+               config.parallel.timeout_s);
   if (config.parallel.cp_size) at_least("parallel.cp_size", *config.parallel.cp_size, 1);
   resolved.dp_size = config.parallel.dp_size;
   MT_CHECK_ARG(config.parallel.cp_size.has_value() || world % resolved.dp_size == 0,
@@ -208,6 +211,7 @@ attention::RingOptions ring_options(const RunConfig& config, const ResolvedRun& 
   options.launch_shards = a.launch_shards;
   options.columns = a.columns;
   options.gradient_transport = a.gradient_transport;
+  options.transfers = a.transfers;
   options.deterministic = a.deterministic;
   options.sm_margin = a.sm_margin;
   return options;

@@ -43,6 +43,8 @@ struct ParallelSection {
   bool offload_optimizer = false;  ///< masters and moments in host memory
   /// Threads of this rank that update offloaded masters; 0: its share of the cores.
   int64_t optimizer_threads = 0;
+  /// How long a rank waits for another one in a transfer before the job ends with that as its cause.
+  double timeout_s = 600;
 };
 
 /// The keys of [attention] that a range of layers may have for itself.
@@ -76,6 +78,7 @@ struct AttentionSection : PatternSection {
   int launch_shards = 0;  ///< arrived shards that a launch takes; 0: chosen (ring_attention.h)
   attention::ColumnMode columns = attention::ColumnMode::kOnce;
   attention::GradientTransport gradient_transport = attention::GradientTransport::kFloat32;
+  attention::Transfers transfers = attention::Transfers::kCollectives;
   bool deterministic = true;
   int sm_margin = 8;  ///< multiprocessors of a GPU that launches leave to transfers
 };
