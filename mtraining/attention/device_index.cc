@@ -11,6 +11,7 @@
 #include <numeric>
 #include <utility>
 
+#include "mtraining/attention/choice_on_device.h"
 #include "mtraining/attention/tensors.h"
 #include "mtraining/base/check.h"
 #include "mtraining/kernels/window.h"
@@ -20,11 +21,13 @@
 namespace mtraining::attention {
 namespace {
 
-/// A rank's shards as pattern/ takes them: once with documents in host memory, where windows are chosen, once in the device's.
-struct Shards {
+/// A rank's shards, and the memory behind them.
+struct Shards : DeviceShards {
   Shards(RingContext::State& state, const at::Tensor& given_q, const at::Tensor& given_k,
          double softmax_scale, const at::Tensor& document_starts)
-      : q(with_aligned_rows(given_q)), k(with_aligned_rows(given_k)), device(q.device()) {
+      : q(with_aligned_rows(given_q)), k(with_aligned_rows(given_k)) {
+    device = q.device();
+    num_keys = k.size(1);
     host.layout = &state.layout;
     host.cp_rank = state.cp_rank;
     host.batch = q.size(0);
@@ -48,25 +51,9 @@ struct Shards {
     group = state.device_index_group.get();
     stream = current_stream(device);
   }
-  int64_t num_keys() const { return k.size(1); }
-  at::Tensor upload_rows(const std::vector<int32_t>& positions) const {
-    return upload(positions.data(), static_cast<int64_t>(positions.size() * sizeof(int32_t)),
-                  device);
-  }
 
-  at::Tensor q, k;
-  at::Device device;
-  at::Tensor documents;
-  pattern::LocalAttention host, on_device;
-  pattern::DeviceLayout layout;
-  comm::Communicator* group = nullptr;
-  void* stream = nullptr;
+  at::Tensor q, k, documents;
 };
-
-pattern::DeviceRows rows_in(const at::Tensor& memory, bool consecutive) {
-  return {static_cast<const int32_t*>(memory.const_data_ptr()),
-          static_cast<int64_t>(memory.nbytes() / sizeof(int32_t)), consecutive};
-}
 
 /// Where the device reports values that no index can be chosen from. Its memory is nobody else's before the kernels that were enqueued
 /// on the current stream until it goes are over: a call that fails leaves them behind.
@@ -112,6 +99,11 @@ std::vector<int32_t> set_bits(const Word* words, int64_t num_words, int64_t coun
   }
   return bits;
 }
+
+/// Room for columns that is taken without asking how many there are: 1 GiB of copies of K and V.
+constexpr int64_t kMostRoomBytes = int64_t{1} << 30;
+/// Of K and V of one column, head_dim 256, in 2 bytes.
+constexpr int64_t kMostBytesAColumn = 2 * 256 * 2;
 
 /// A choice that the device has made, or is about to.
 class ChosenLists : public DeviceLists {
@@ -182,28 +174,38 @@ class ChosenLists : public DeviceLists {
     return lists;
   }
 
-  std::optional<kernels::ColumnLists> column_lists(int /*source_rank*/) override {
-    // One rank holds the sequence in order.
-    if (state_.layout.cp_size() > 1 || state_.layout.position_stride() != 1) return std::nullopt;
+  std::optional<kernels::ColumnLists> column_lists(int source_rank) override {
+    const int64_t ranks = state_.layout.cp_size();
+    if (!state_.layout.has_blocks() || state_.layout.position_stride() != 1) return std::nullopt;
+    // How many of a head's columns are a source's nobody has counted: room for all of them.
+    if (ranks > 1 && ranks * rows() * column_room() * kMostBytesAColumn > kMostRoomBytes)
+      return std::nullopt;
     if (!columns_.defined()) {
       const at::TensorOptions ints = at::TensorOptions().dtype(at::kInt).device(device_);
-      columns_ = at::empty({2, rows(), column_room()}, ints);
-      num_columns_ = at::empty({rows()}, ints);
+      columns_ = at::empty({2, ranks, rows(), column_room()}, ints);
+      num_columns_ = at::empty({ranks, rows()}, ints);
       kernels::pattern_cuda::ShardColumnsParams params;
       params.rows = rows();
       params.seq_len = sizes_.seq_len;
       params.column_bits =
           reinterpret_cast<const uint32_t*>(column_bits_.const_data_ptr<int32_t>());
+      if (ranks > 1) {
+        params.owners = state_.uploads.get(state_.block_owners, device_);
+        params.sources = state_.uploads.get(state_.source_ranks, device_);
+        params.num_sources = ranks;
+      }
       params.capacity = column_room();
       params.key_rows = columns_.data_ptr<int32_t>();
-      params.positions = columns_.data_ptr<int32_t>() + rows() * column_room();
+      params.positions = columns_.data_ptr<int32_t>() + ranks * rows() * column_room();
       params.counts = num_columns_.data_ptr<int32_t>();
       params.stream = current_stream(device_);
       kernels::pattern_cuda::write_shard_columns(params);
     }
-    const int32_t* first = columns_.const_data_ptr<int32_t>();
-    return kernels::ColumnLists{first, first + rows() * column_room(),
-                                num_columns_.const_data_ptr<int32_t>(), column_room()};
+    const int64_t list = rows() * column_room();
+    const int32_t* first = columns_.const_data_ptr<int32_t>() + source_rank * list;
+    return kernels::ColumnLists{first, first + ranks * list,
+                                num_columns_.const_data_ptr<int32_t>() + source_rank * rows(),
+                                column_room()};
   }
 
   const uint64_t* bitmap_words() override {
@@ -274,9 +276,6 @@ class ChosenLists : public DeviceLists {
   int64_t entries_capacity_ = 0;
 };
 
-/// Room for columns that is taken without asking how many there are: 1 GiB of copies of K and V.
-constexpr int64_t kMostRoomBytes = int64_t{1} << 30;
-
 }  // namespace
 
 index::Index choose_on_device(RingContext::State& state, const at::Tensor& q, const at::Tensor& k,
@@ -301,65 +300,38 @@ std::shared_ptr<DeviceLists> lists_on_device(RingContext::State& state, const at
   const auto memory = [&](const char* name, at::IntArrayRef sizes, at::ScalarType dtype) {
     return state.buffers.get(name, sizes, dtype, shards.device);
   };
-  at::Tensor diagonals = memory("index diagonals", {rows, blocks}, at::kInt);
-  at::Tensor columns = memory("index columns", {rows, column_capacity}, at::kInt);
+  ChoiceTensors to;
+  to.diagonals = memory("index diagonals", {rows, blocks}, at::kInt);
+  to.columns = memory("index columns", {rows, column_capacity}, at::kInt);
   // What the host reads first: counts, flags, faults.
   at::Tensor counts = memory("index counts", {2, rows}, at::kInt);
-  at::Tensor dense = memory("index dense heads", {rows}, at::kByte);
-  at::Tensor caps_hit = memory("index caps", {batch}, at::kLong);
+  to.num_diagonals = counts[0];
+  to.num_columns = counts[1];
+  to.dense_heads = memory("index dense heads", {rows}, at::kByte);
+  to.caps_hit = memory("index caps", {batch}, at::kLong);
   const FaultMemory faults(shards.device);
   // These stay: lists of backward are made of them.
   const at::TensorOptions kept = at::TensorOptions().device(shards.device);
-  at::Tensor diagonal_bits = at::empty({rows, (blocks + 63) / 64}, kept.dtype(at::kLong));
-  at::Tensor column_bits = at::empty({rows, (seq_len + 31) / 32}, kept.dtype(at::kInt));
-
-  const int64_t parts = pattern::has_windows_by_sample(shards.host, options) ? batch : 1;
-  for (int64_t b = 0; b < parts; ++b) {
-    const pattern::LocalAttention host =
-        parts == 1 ? shards.host : pattern::sample_of(shards.host, b);
-    const pattern::LocalAttention part =
-        parts == 1 ? shards.on_device : pattern::sample_of(shards.on_device, b);
+  to.diagonal_bits = at::empty({rows, (blocks + 63) / 64}, kept.dtype(at::kLong));
+  to.column_bits = at::empty({rows, (seq_len + 31) / 32}, kept.dtype(at::kInt));
+  const auto window_rows = [&](const pattern::LocalAttention& host, at::Tensor& row_memory) {
     const std::vector<int32_t> window =
         pattern::window_positions(options, seq_len, host.document_starts);
     const bool consecutive = window.back() - window.front() + 1 == std::ssize(window);
-    const at::Tensor row_memory = shards.upload_rows(window);
-    const pattern::DeviceRows row_list = rows_in(row_memory, consecutive);
-    at::Tensor floor_memory;
-    pattern::DeviceRows floor_rows;
-    if (options.recall_floor > 0) {
-      floor_memory = shards.upload_rows(pattern::floor_positions(options, window, seq_len));
-      floor_rows = rows_in(floor_memory, false);
-    }
-    const int64_t bytes =
-        pattern::device_choice_bytes(part, options, row_list.count, floor_rows.count);
-    at::Tensor workspace = memory("index workspace", {bytes}, at::kByte);
-    const int64_t row = b * heads;
-    pattern::DeviceIndex out;
-    out.lists = {diagonals.data_ptr<int32_t>() + row * blocks,
-                 counts.data_ptr<int32_t>() + row,
-                 columns.data_ptr<int32_t>() + row * column_capacity,
-                 counts.data_ptr<int32_t>() + rows + row,
-                 blocks,
-                 column_capacity};
-    out.bits = {
-        reinterpret_cast<uint64_t*>(diagonal_bits.data_ptr<int64_t>()) +
-            row * diagonal_bits.size(1),
-        reinterpret_cast<uint32_t*>(column_bits.data_ptr<int32_t>()) + row * column_bits.size(1)};
-    out.dense_heads = dense.data_ptr<uint8_t>() + row;
-    out.caps_hit = caps_hit.data_ptr<int64_t>() + b;
-    out.report = faults.report();
-    out.first_sample = b;
-    pattern::build_vertical_slash_on_device(part, shards.num_keys(), options, row_list, floor_rows,
-                                            shards.layout, shards.group, workspace.data_ptr(),
-                                            bytes, shards.stream, out);
-  }
+    return uploaded_rows(window, consecutive, shards.device, row_memory);
+  };
+  choose_samples(
+      shards, options, window_rows,
+      [&](int64_t bytes) { return memory("index workspace", {bytes}, at::kByte); }, faults.report(),
+      to);
 
   // Copies of K and V that a launch makes of its columns.
   const int64_t most_bytes = 4 * rows * column_capacity * q.size(3);
   const bool bounded = options.max_columns && !document_starts.defined();
   return std::make_shared<ChosenLists>(
       state, ListSizes{static_cast<int>(batch), static_cast<int>(heads), seq_len}, shards.device,
-      counts, dense, caps_hit.narrow(0, 0, parts), diagonal_bits, column_bits, faults,
+      counts, to.dense_heads, to.caps_hit.narrow(0, 0, choice_parts(shards, options)),
+      to.diagonal_bits, to.column_bits, faults,
       bounded && most_bytes <= kMostRoomBytes ? std::optional<int64_t>(column_capacity)
                                               : std::nullopt,
       counts_caps);
@@ -389,15 +361,13 @@ pattern::Recall recall_on_device(RingContext::State& state, const at::Tensor& q,
 
   pattern::Recall recall;
   std::vector<double> on_window;
-  const int64_t parts = pattern::has_windows_by_sample(shards.host, options) ? batch : 1;
+  const int64_t parts = choice_parts(shards, options);
   for (int64_t b = 0; b < parts; ++b) {
-    const pattern::LocalAttention host =
-        parts == 1 ? shards.host : pattern::sample_of(shards.host, b);
-    const pattern::LocalAttention part =
-        parts == 1 ? shards.on_device : pattern::sample_of(shards.on_device, b);
+    const pattern::LocalAttention host = part_of(shards.host, b, parts),
+                                  part = part_of(shards.on_device, b, parts);
     const auto recall_of = [&](const std::vector<int32_t>& positions) {
-      const at::Tensor row_memory = shards.upload_rows(positions);
-      const pattern::DeviceRows rows = rows_in(row_memory, false);
+      at::Tensor row_memory;
+      const pattern::DeviceRows rows = uploaded_rows(positions, false, shards.device, row_memory);
       const int64_t bytes = pattern::device_recall_bytes(part, rows.count);
       at::Tensor workspace =
           state.buffers.get("index workspace", {bytes}, at::kByte, shards.device);
@@ -405,7 +375,7 @@ pattern::Recall recall_on_device(RingContext::State& state, const at::Tensor& q,
                                      at::TensorOptions().dtype(at::kLong).device(shards.device));
       const int64_t row = b * heads;
       pattern::measure_covered_on_device(
-          part, shards.num_keys(), rows, shards.layout, shards.group, workspace.data_ptr(), bytes,
+          part, shards.num_keys, rows, shards.layout, shards.group, workspace.data_ptr(), bytes,
           shards.stream,
           {reinterpret_cast<uint64_t*>(diagonal_memory.data_ptr()) + row * bitmap.words,
            reinterpret_cast<uint32_t*>(column_memory.data_ptr()) + row * column_words},

@@ -13,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "mtraining/attention/choice_on_device.h"
 #include "mtraining/attention/tensors.h"
 #include "mtraining/base/check.h"
 #include "mtraining/kernels/launch.h"
@@ -268,34 +269,38 @@ class LaunchOnDevice {
 
 // ---------------------------------------------------------------- estimation
 /// A whole sequence on one device, and the memory that it is seen through.
-struct SequenceOnDevice {
+struct SequenceOnDevice : attention::DeviceShards {
   SequenceOnDevice(const at::Tensor& given_q, const at::Tensor& given_k,
                    const at::Tensor& document_starts, double softmax_scale)
       : guard(given_q.device()) {
     check_shapes(given_q, given_k, nullptr);
     const int64_t seq_len = given_q.size(1);
-    layout.emplace(
+    in_order.emplace(
         layout::LayoutOptions{.kind = layout::LayoutKind::kContiguous, .seq_len = seq_len});
     documents = shaped_document_starts(document_starts, given_q.size(0), seq_len, given_q.device());
     q = with_aligned_rows(given_q.detach());
     k = with_aligned_rows(given_k.detach());
     stream = current_stream(q.device());
     throw_reported(q.device());
-    local.layout = &*layout;
-    local.batch = q.size(0);
-    local.num_q_heads = q.size(2);
-    local.num_kv_heads = k.size(2);
-    local.head_dim = q.size(3);
-    local.dtype = attention::kernel_dtype(q, "q");
-    local.softmax_scale = checked_scale(softmax_scale, q.size(3));
-    local.q = const_view(q);
-    local.k = const_view(k);
+    device = q.device();
+    num_keys = seq_len;
+    host.layout = &*in_order;
+    host.batch = q.size(0);
+    host.num_q_heads = q.size(2);
+    host.num_kv_heads = k.size(2);
+    host.head_dim = q.size(3);
+    host.dtype = attention::kernel_dtype(q, "q");
+    host.softmax_scale = checked_scale(softmax_scale, q.size(3));
+    host.q = const_view(q);
+    host.k = const_view(k);
+    on_device = host;
     if (documents.defined()) {
-      local.document_starts = documents.const_data_ptr<int32_t>();
+      on_device.document_starts = documents.const_data_ptr<int32_t>();
       host_documents = checked_document_starts(documents.cpu(), q.size(0), seq_len);
+      host.document_starts = host_documents.const_data_ptr<int32_t>();
     }
     block_starts = at::empty({blocks_of(seq_len)}, ints_on(q.device()));
-    on_device.block_starts = block_starts.const_data_ptr<int32_t>();
+    layout.block_starts = block_starts.const_data_ptr<int32_t>();
   }
   /// Once, before anything reads them.
   void write_block_starts() const {
@@ -303,48 +308,28 @@ struct SequenceOnDevice {
                           block_starts.data_ptr<int32_t>(), stream);
   }
 
-  /// Samples that are built together: all of them, or one where each has a window of its own.
-  int64_t parts(const pattern::VerticalSlashOptions& options) const {
-    return pattern::has_windows_by_sample(local, options) ? local.batch : 1;
-  }
-  pattern::LocalAttention part(int64_t b, int64_t of) const {
-    return of == 1 ? local : pattern::sample_of(local, b);
-  }
-  std::vector<int32_t> window(const pattern::VerticalSlashOptions& options, int64_t b) const {
-    return pattern::window_positions(options, q.size(1),
-                                     host_documents.defined()
-                                         ? host_documents.const_data_ptr<int32_t>() + b * q.size(1)
-                                         : nullptr);
-  }
-  /// From host memory, copied while the host goes on.
-  at::Tensor upload(const std::vector<int32_t>& positions) const {
-    at::Tensor pinned = at::empty({static_cast<int64_t>(positions.size())},
-                                  at::TensorOptions().dtype(at::kInt).pinned_memory(true));
-    std::copy(positions.begin(), positions.end(), pinned.mutable_data_ptr<int32_t>());
-    return pinned.to(q.device(), /*non_blocking=*/true);
+  std::vector<int32_t> window(const pattern::VerticalSlashOptions& options,
+                              const pattern::LocalAttention& of) const {
+    return pattern::window_positions(options, q.size(1), of.document_starts);
   }
   /// The window's rows; `memory` keeps them. Writes the block starts too, in the same launch where the device makes the rows.
-  pattern::DeviceRows window_rows(const pattern::VerticalSlashOptions& options, int64_t b,
-                                  at::Tensor& memory) const {
+  pattern::DeviceRows window_rows(const pattern::VerticalSlashOptions& options,
+                                  const pattern::LocalAttention& of, at::Tensor& memory) const {
     const bool last = options.window == pattern::Window::kLast;
     if (documents.defined() && last) {
       write_block_starts();
-      memory = upload(window(options, b));
-      return {memory.const_data_ptr<int32_t>(), memory.numel(), false};
+      return attention::uploaded_rows(window(options, of), false, device, memory);
     }
     const int64_t rows = std::min<int64_t>(options.last_q, q.size(1));
-    memory = at::empty({rows}, ints_on(q.device()));
+    memory = at::empty({rows}, ints_on(device));
     cuda::write_positions(q.size(1), rows, !last, memory.data_ptr<int32_t>(), block_starts.numel(),
                           block_starts.data_ptr<int32_t>(), stream);
     return {memory.const_data_ptr<int32_t>(), rows, last};
   }
 
   c10::DeviceGuard guard;
-  std::optional<layout::Layout> layout;
+  std::optional<layout::Layout> in_order;
   at::Tensor q, k, documents, host_documents, block_starts;
-  pattern::LocalAttention local;
-  pattern::DeviceLayout on_device;
-  void* stream = nullptr;
 };
 
 }  // namespace
@@ -353,57 +338,33 @@ IndexTensors build_index_on_device(const at::Tensor& q, const at::Tensor& k,
                                    const at::Tensor& document_starts, double softmax_scale,
                                    const pattern::VerticalSlashOptions& options) {
   const SequenceOnDevice whole(q, k, document_starts, softmax_scale);
-  pattern::check_device_choice(whole.local, options);
+  pattern::check_device_choice(whole.host, options);
   const int64_t batch = q.size(0), seq_len = q.size(1), heads = q.size(2);
-  const at::Device device = q.device();
-  const at::TensorOptions ints = ints_on(device);
-  IndexTensors index;
-  index.diagonals = at::empty({batch, heads, diagonal_capacity(seq_len)}, ints);
-  index.columns =
+  const at::TensorOptions ints = ints_on(whole.device);
+  attention::ChoiceTensors to;
+  to.diagonals = at::empty({batch, heads, diagonal_capacity(seq_len)}, ints);
+  to.columns =
       at::empty({batch, heads, column_capacity(seq_len, options, document_starts.defined())}, ints);
-  index.num_diagonals = at::empty({batch, heads}, ints);
-  index.num_columns = at::empty({batch, heads}, ints);
-  index.dense_heads = at::empty({batch, heads}, ints.dtype(at::kBool));
-  const int64_t parts = whole.parts(options);
-  at::Tensor caps_hit = at::empty({parts}, ints.dtype(at::kLong));
-  at::Tensor diagonal_bits =
+  to.num_diagonals = at::empty({batch, heads}, ints);
+  to.num_columns = at::empty({batch, heads}, ints);
+  to.dense_heads = at::empty({batch, heads}, ints.dtype(at::kBool));
+  const int64_t parts = attention::choice_parts(whole, options);
+  to.caps_hit = at::empty({parts}, ints.dtype(at::kLong));
+  to.diagonal_bits =
       at::empty({batch * heads, (blocks_of(seq_len) + 63) / 64}, ints.dtype(at::kLong));
-  at::Tensor column_bits = at::empty({batch * heads, (seq_len + 31) / 32}, ints);
-  for (int64_t b = 0; b < parts; ++b) {
-    const pattern::LocalAttention part = whole.part(b, parts);
-    const int64_t row = b * heads;
-    at::Tensor row_memory;
-    const pattern::DeviceRows rows = whole.window_rows(options, b, row_memory);
-    at::Tensor floor_memory;
-    pattern::DeviceRows floor_rows;
-    if (options.recall_floor > 0) {
-      floor_memory =
-          whole.upload(pattern::floor_positions(options, whole.window(options, b), seq_len));
-      floor_rows = {floor_memory.const_data_ptr<int32_t>(), floor_memory.numel(), false};
-    }
-    at::Tensor workspace =
-        bytes_on(device, pattern::device_choice_bytes(part, options, rows.count, floor_rows.count));
-    pattern::DeviceIndex out;
-    out.lists.diagonals = index.diagonals.data_ptr<int32_t>() + row * index.diagonals.size(2);
-    out.lists.num_diagonals = index.num_diagonals.data_ptr<int32_t>() + row;
-    out.lists.columns = index.columns.data_ptr<int32_t>() + row * index.columns.size(2);
-    out.lists.num_columns = index.num_columns.data_ptr<int32_t>() + row;
-    out.lists.diagonal_capacity = index.diagonals.size(2);
-    out.lists.column_capacity = index.columns.size(2);
-    out.bits.diagonals = reinterpret_cast<uint64_t*>(diagonal_bits.data_ptr<int64_t>()) +
-                         row * diagonal_bits.size(1);
-    out.bits.columns =
-        reinterpret_cast<uint32_t*>(column_bits.data_ptr<int32_t>()) + row * column_bits.size(1);
-    out.dense_heads = reinterpret_cast<uint8_t*>(index.dense_heads.data_ptr<bool>()) + row;
-    out.caps_hit = caps_hit.data_ptr<int64_t>() + b;
-    out.report = fault_report(device);
-    out.first_sample = b;
-    pattern::build_vertical_slash_on_device(part, seq_len, options, rows, floor_rows,
-                                            whole.on_device, nullptr, workspace.data_ptr(),
-                                            workspace.numel(), whole.stream, out);
-  }
-  index.caps_hit = parts == 1 ? caps_hit.squeeze(0) : caps_hit.sum();
-  return index;
+  to.column_bits = at::empty({batch * heads, (seq_len + 31) / 32}, ints);
+  attention::choose_samples(
+      whole, options,
+      [&](const pattern::LocalAttention& of, at::Tensor& memory) {
+        return whole.window_rows(options, of, memory);
+      },
+      [&](int64_t bytes) { return bytes_on(whole.device, bytes); }, fault_report(whole.device), to);
+  return {.diagonals = to.diagonals,
+          .num_diagonals = to.num_diagonals,
+          .columns = to.columns,
+          .num_columns = to.num_columns,
+          .dense_heads = to.dense_heads,
+          .caps_hit = parts == 1 ? to.caps_hit.squeeze(0) : to.caps_hit.sum()};
 }
 
 Attended attend_on_device(const AttendInputs& inputs) {
@@ -488,14 +449,15 @@ std::tuple<at::Tensor, at::Tensor> measure_recall_on_device(
   ListsOnDevice lists(index, batch, heads, seq_len, q.device());
   lists.read();
   const at::TensorOptions longs = ints_on(q.device()).dtype(at::kLong);
-  const int64_t parts = whole.parts(options);
+  const int64_t parts = attention::choice_parts(whole, options);
   std::vector<at::Tensor> on_window, elsewhere;
   for (int64_t b = 0; b < parts; ++b) {
-    const pattern::LocalAttention part = whole.part(b, parts);
+    const pattern::LocalAttention host = attention::part_of(whole.host, b, parts),
+                                  part = attention::part_of(whole.on_device, b, parts);
     const auto covered = [&](const pattern::DeviceRows& rows) {
       at::Tensor masses = at::empty({part.batch, heads, rows.count}, longs);
       at::Tensor workspace = bytes_on(q.device(), pattern::device_recall_bytes(part, rows.count));
-      pattern::measure_covered_on_device(part, seq_len, rows, whole.on_device, nullptr,
+      pattern::measure_covered_on_device(part, seq_len, rows, whole.layout, nullptr,
                                          workspace.data_ptr(), workspace.numel(), whole.stream,
                                          lists.bits_from(b * heads), masses.data_ptr<int64_t>());
       // Each mass is rounded, so that a row's masses add up to 1 within some 2^-40 a key only.
@@ -505,14 +467,13 @@ std::tuple<at::Tensor, at::Tensor> measure_recall_on_device(
           .clamp_max_(1.0);
     };
     at::Tensor memory;
-    on_window.push_back(covered(whole.window_rows(options, b, memory)));
+    on_window.push_back(covered(whole.window_rows(options, host, memory)));
     const std::vector<int32_t> sampled = pattern::sampled_positions(
-        whole.window(options, b), seq_len, options.recall_rows, static_cast<uint64_t>(seed));
+        whole.window(options, host), seq_len, options.recall_rows, static_cast<uint64_t>(seed));
     if (sampled.empty()) {
       elsewhere.push_back(on_window.back());
     } else {
-      memory = whole.upload(sampled);
-      elsewhere.push_back(covered({memory.const_data_ptr<int32_t>(), memory.numel(), false}));
+      elsewhere.push_back(covered(attention::uploaded_rows(sampled, false, whole.device, memory)));
     }
   }
   const at::Tensor window = at::cat(on_window), sampled = at::cat(elsewhere);
