@@ -8,9 +8,9 @@
 #include <utility>
 
 #ifdef MT_WITH_CUDA
+#include "mtraining/attention/block_lists.h"
 #include "mtraining/attention/device_index.h"
 #endif
-#include "mtraining/attention/block_patterns.h"
 #include "mtraining/attention/ring_call.h"
 #include "mtraining/attention/ring_context.h"
 #include "mtraining/attention/tensors.h"
@@ -119,20 +119,24 @@ index::Index choose_index(const AttentionPattern& pattern, const pattern::LocalA
   MT_ASSERT(false, "pattern ", static_cast<int>(pattern.kind), " has no index to choose");
 }
 
-/// Where q and k are, but for what only the host chooses: that from copies.
-index::Index choose_index(RingContext& context, const AttentionCall& call, const at::Tensor& q,
-                          const at::Tensor& k, const at::Tensor& documents) {
+#ifdef MT_WITH_CUDA
+/// What a GPU chooses, enqueued: the host goes on.
+std::shared_ptr<DeviceLists> choose_lists(RingContext::State& state, const AttentionCall& call,
+                                          const at::Tensor& q, const at::Tensor& k,
+                                          const at::Tensor& documents) {
   const AttentionPattern& pattern = call.pattern;
-  if (q.is_cuda() && pattern.kind == pattern::PatternKind::kXAttention)
-    return xattention_by_tensors(context.state(), q, k, call.softmax_scale, documents,
-                                 pattern.xattention);
-  if (q.is_cuda() && pattern.kind == pattern::PatternKind::kMoba)
-    return moba_by_tensors(context.state(), q, k, documents, pattern.moba);
-  const at::Tensor host_q = q.cpu(), host_k = k.cpu();
-  return choose_index(call.pattern,
-                      local_attention(context, host_q, host_k, call.softmax_scale, documents),
-                      context.index_group());
+  if (pattern.kind == pattern::PatternKind::kXAttention)
+    return block_lists_on_device(
+        state, choose_xattention(state, q, k, call.softmax_scale, documents, pattern.xattention));
+  if (pattern.kind == pattern::PatternKind::kMoba)
+    return block_lists_on_device(state, choose_moba(state, q, k, documents, pattern.moba));
+  const bool is_fixed = pattern.kind == pattern::PatternKind::kFixed;
+  return lists_on_device(state, q, k, call.softmax_scale, documents,
+                         is_fixed ? pattern::options_of(pattern.budgets, pattern.vertical_slash)
+                                  : pattern.vertical_slash,
+                         /*counts_caps=*/!is_fixed);
 }
+#endif
 
 pattern::Recall measure_recall(RingContext& context, const AttentionCall& call, const at::Tensor& q,
                                const at::Tensor& k, const at::Tensor& documents,
@@ -231,23 +235,18 @@ AttentionOutput sparse_ring_attention(RingContext& context, const at::Tensor& q,
     if (estimate) {
       auto stretch = state.begin_stretch(q.device());
 #ifdef MT_WITH_CUDA
-      const bool is_fixed = call.pattern.kind == pattern::PatternKind::kFixed;
-      if (q.is_cuda() && (is_fixed || call.pattern.kind == pattern::PatternKind::kVerticalSlash)) {
+      if (q.is_cuda()) {
         started = std::make_unique<StartedForward>(
             state,
             checked_call(state, q.detach(), k.detach(), v.detach(), call.softmax_scale, documents));
-        chosen = std::make_shared<IndexPlan>(
-            lists_on_device(
-                state, q_rows, k_rows, call.softmax_scale, documents,
-                is_fixed ? pattern::options_of(call.pattern.budgets, call.pattern.vertical_slash)
-                         : call.pattern.vertical_slash,
-                /*counts_caps=*/!is_fixed),
-            state.layout, state.cp_rank);
+        chosen = std::make_shared<IndexPlan>(choose_lists(state, call, q_rows, k_rows, documents),
+                                             state.layout, state.cp_rank);
       }
 #endif
       if (!chosen)
-        output.index = std::make_shared<const index::Index>(
-            choose_index(context, call, q_rows, k_rows, documents));
+        output.index = std::make_shared<const index::Index>(choose_index(
+            call.pattern, local_attention(context, q_rows, k_rows, call.softmax_scale, documents),
+            context.index_group()));
       state.end_stretch(std::move(stretch), "index", 0, 0);
     } else if (!output.index) {
       output.index = shared_dense_index(state, q.size(0), q.size(2));

@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <utility>
 #include <vector>
@@ -33,6 +34,27 @@ void all_reduce(comm::Communicator* group, at::Tensor& contiguous, comm::Element
   if (group != nullptr) group->all_reduce(writable_bytes_of(contiguous), type, op)->wait();
 }
 
+/// The first row [B, S, heads, D] that is not finite, sample by sample and head by head; `unit`: what S counts.
+BlockChoice::Refusal refusal(const char* name, const char* unit, const at::Tensor& rows) {
+  const at::Tensor bad = at::isfinite(rows).all(-1).logical_not_().transpose(1, 2).flatten();
+  const at::Tensor place = at::arange(bad.numel(), bad.options().dtype(at::kLong));
+  return {at::where(bad, place, bad.numel()).min().view({1}),
+          bad.numel(),
+          name,
+          unit,
+          rows.size(2),
+          rows.size(1)};
+}
+
+/// Of the host's memory, where q and k are, without waiting for the device.
+at::Tensor to_device(const at::Tensor& host, at::Device device) {
+  if (device.is_cpu()) return host;
+  const at::Tensor contiguous = host.contiguous();
+  return upload(contiguous.const_data_ptr(), static_cast<int64_t>(contiguous.nbytes()), device)
+      .view(host.scalar_type())
+      .view(host.sizes());
+}
+
 /// Real rows of all ranks in order, [B, N, heads, D].
 at::Tensor whole_sequence(RingContext::State& state, const at::Tensor& shard,
                           comm::Communicator* group) {
@@ -44,23 +66,14 @@ at::Tensor whole_sequence(RingContext::State& state, const at::Tensor& shard,
     tokens.push_back(t);
     positions.push_back(state.positions[t]);
   }
-  const at::Tensor from = at::tensor(tokens, at::kLong).to(shard.device()),
-                   to = at::tensor(positions, at::kLong).to(shard.device());
+  const at::Tensor from = to_device(at::tensor(tokens, at::kLong), shard.device()),
+                   to = to_device(at::tensor(positions, at::kLong), shard.device());
   // Bits are summed as integers: zeros of all ranks but the owner leave every bit as it is.
   at::Tensor whole =
       at::zeros({shard.size(0), n + n % 2, shard.size(2), shard.size(3)}, shard.options());
   whole.index_copy_(1, to, shard.index_select(1, from));
   all_reduce(group, whole, comm::ElementType::kInt32);
   return whole.narrow(1, 0, n);
-}
-
-void check_finite(const char* name, const at::Tensor& whole) {
-  const at::Tensor bad = at::isfinite(whole).all(-1).logical_not_().transpose(1, 2);  // [B, H, N]
-  if (!bad.any().item<bool>()) return;
-  const at::Tensor place = bad.nonzero()[0].cpu();
-  MT_CHECK_FINITE(false, name, ": expected finite values, got NaN or inf at sample ",
-                  place[0].item<int64_t>(), ", head ", place[1].item<int64_t>(), ", position ",
-                  place[2].item<int64_t>());
 }
 
 /// [N, D] as groups [ceil(N / stride), stride * D], zeros after the end. Queries are put in reverse order, so that a score is one dot
@@ -79,38 +92,17 @@ at::Tensor products(const at::Tensor& a, const at::Tensor& b) {
   return at::mm(a.to(at::kDouble), b.to(at::kDouble).t());
 }
 
-/// Lists of key blocks on the host from what each head chose.
-class ListMaker {
- public:
-  explicit ListMaker(int64_t num_blocks) : num_blocks_(num_blocks) { rows_.row_begin = {0}; }
-  /// bool [NB, NB] of the next head; only key blocks up to the query block are looked at.
-  void add(const at::Tensor& chosen) {
-    const at::Tensor mask = chosen.tril();
-    const at::Tensor counts = mask.sum(-1).cpu();
-    const at::Tensor blocks = mask.nonzero().select(1, 1).to(at::kInt).cpu();
-    const auto* count = counts.const_data_ptr<int64_t>();
-    for (int64_t q = 0; q < num_blocks_; ++q)
-      rows_.row_begin.push_back(rows_.row_begin.back() + count[q]);
-    const auto* from = blocks.const_data_ptr<int32_t>();
-    rows_.key_blocks.insert(rows_.key_blocks.end(), from, from + blocks.numel());
-  }
-  index::Index finish(int64_t batch, int64_t heads, int64_t seq_len) {
-    return index::make_block_index(static_cast<int>(batch), static_cast<int>(heads), seq_len,
-                                   std::move(rows_));
-  }
-
- private:
-  int64_t num_blocks_;
-  index::BlockRows rows_;
-};
-
-/// Rows of `wide` x `wide` larger blocks as blocks of 64.
-at::Tensor in_blocks(const at::Tensor& chosen, int64_t wide, int64_t num_blocks) {
-  return chosen.repeat_interleave(wide, 0)
-      .narrow(0, 0, num_blocks)
-      .repeat_interleave(wide, 1)
-      .narrow(1, 0, num_blocks);
+/// bool [rows, columns], columns a multiple of 32, as bits: int32 [rows, columns / 32].
+at::Tensor packed(const at::Tensor& chosen) {
+  const at::TensorOptions ints = chosen.options().dtype(at::kInt);
+  const at::Tensor weights = at::ones({32}, ints).bitwise_left_shift(at::arange(32, ints));
+  return chosen.view({chosen.size(0), -1, 32})
+      .to(at::kInt)
+      .mul_(weights)
+      .sum({-1}, false, at::kInt);
 }
+
+int64_t padded(int64_t units) { return (units + 31) / 32 * 32; }
 
 /// Attention by query block and key block of one head, int64 [query blocks of this rank, KB].
 class XAttentionHead {
@@ -188,10 +180,9 @@ at::Tensor best_blocks(const at::Tensor& masses, const at::Tensor& sinks, int64_
   return forced.scatter(-1, order, taken).logical_or(forced);
 }
 
-index::Index xattention_by_tensors(RingContext::State& state, const at::Tensor& q,
-                                   const at::Tensor& k, double softmax_scale,
-                                   const at::Tensor& document_starts,
-                                   const pattern::XAttentionOptions& options) {
+BlockChoice choose_xattention(RingContext::State& state, const at::Tensor& q, const at::Tensor& k,
+                              double softmax_scale, const at::Tensor& document_starts,
+                              const pattern::XAttentionOptions& options) {
   pattern::check(options);
   const int64_t n = state.layout.seq_len(), batch = q.size(0), heads = q.size(2);
   const int64_t shared = heads / k.size(2), stride = options.stride;
@@ -199,45 +190,49 @@ index::Index xattention_by_tensors(RingContext::State& state, const at::Tensor& 
   comm::Communicator* const group = group_of(state, q.device());
   const at::Tensor whole_q = whole_sequence(state, q, group),
                    whole_k = whole_sequence(state, k, group);
-  check_finite("q", whole_q);
-  check_finite("k", whole_k);
   const double scale =
       (softmax_scale > 0 ? softmax_scale : 1 / std::sqrt(static_cast<double>(q.size(3)))) /
       static_cast<double>(stride);
   const int64_t first = state.cp_rank, step = state.layout.cp_size();
 
-  ListMaker lists(blocks_of(n));
+  BlockChoice choice;
+  choice.sizes = {static_cast<int>(batch), static_cast<int>(heads), n};
+  choice.query_blocks_per_unit = choice.key_blocks_per_unit = wide;
+  choice.most_key_blocks = blocks_of(n);
+  choice.refusals = {refusal("q", "position", whole_q), refusal("k", "position", whole_k)};
+  choice.bits = at::empty({batch * heads, query_blocks, padded(query_blocks) / 32},
+                          q.options().dtype(at::kInt));
   at::Tensor k_groups;
   for (int64_t r = 0; r < batch * heads; ++r) {
     const int64_t b = r / heads, h = r % heads;
     if (r % shared == 0)
       k_groups = groups_of(whole_k.select(0, b).select(1, h / shared), stride, false);
-    at::Tensor first_groups, sinks = at::zeros({query_blocks}, at::kLong);
+    at::Tensor first_groups, sinks = at::zeros({query_blocks}, q.options().dtype(at::kLong));
     if (document_starts.defined()) {
       const at::Tensor starts = document_starts[b].to(at::kLong);
-      first_groups = starts.slice(0, 0, n, stride).floor_divide(stride).to(q.device());
-      sinks = starts.slice(0, 0, n, options.block).floor_divide(options.block);
+      first_groups = to_device(starts.slice(0, 0, n, stride).floor_divide(stride), q.device());
+      sinks =
+          to_device(starts.slice(0, 0, n, options.block).floor_divide(options.block), q.device());
     }
     const XAttentionHead head(groups_of(whole_q.select(0, b).select(1, h), stride, true), k_groups,
                               first_groups, scale, options);
     // Later query blocks cost more: dealt out in turn.
     at::Tensor chosen =
-        at::zeros({query_blocks, (query_blocks + 3) / 4 * 4}, q.options().dtype(at::kByte));
+        at::zeros({query_blocks, padded(query_blocks)}, q.options().dtype(at::kByte));
     if (first < query_blocks) {
-      const at::Tensor own = best_blocks(head.masses(first, step),
-                                         sinks.slice(0, first, query_blocks, step).to(q.device()),
-                                         first, step, options.threshold);
+      const at::Tensor own =
+          best_blocks(head.masses(first, step), sinks.slice(0, first, query_blocks, step), first,
+                      step, options.threshold);
       chosen.slice(0, first, query_blocks, step).narrow(1, 0, query_blocks).copy_(own);
     }
     all_reduce(group, chosen, comm::ElementType::kInt32);
-    lists.add(in_blocks(chosen.narrow(1, 0, query_blocks).to(at::kBool), wide, blocks_of(n)));
+    choice.bits.select(0, r).copy_(packed(chosen));
   }
-  return lists.finish(batch, heads, n);
+  return choice;
 }
 
-index::Index moba_by_tensors(RingContext::State& state, const at::Tensor& q, const at::Tensor& k,
-                             const at::Tensor& document_starts,
-                             const pattern::MobaOptions& options) {
+BlockChoice choose_moba(RingContext::State& state, const at::Tensor& q, const at::Tensor& k,
+                        const at::Tensor& document_starts, const pattern::MobaOptions& options) {
   pattern::check(options);
   const layout::Layout& layout = state.layout;
   const int64_t n = layout.seq_len(), blocks = blocks_of(n), batch = q.size(0), heads = q.size(2),
@@ -255,8 +250,8 @@ index::Index moba_by_tensors(RingContext::State& state, const at::Tensor& q, con
     global.push_back(starts[i] / kBlock);
   }
   const int64_t own_blocks = std::ssize(local);
-  const at::Tensor from = at::tensor(local, at::kLong).to(q.device()),
-                   to = at::tensor(global, at::kLong).to(q.device());
+  const at::Tensor from = to_device(at::tensor(local, at::kLong), q.device()),
+                   to = to_device(at::tensor(global, at::kLong), q.device());
   const at::Tensor real = (n - to * kBlock).clamp_max(kBlock);  // tokens of each block
   const at::Tensor is_real = at::arange(kBlock, longs)
                                  .unsqueeze(0)
@@ -274,13 +269,11 @@ index::Index moba_by_tensors(RingContext::State& state, const at::Tensor& q, con
   at::Tensor key_sums = at::zeros({batch, blocks, kv_heads, dim}, longs.dtype(at::kDouble));
   key_sums.index_copy_(1, to, sums(k));
   all_reduce(group, key_sums, comm::ElementType::kFloat64);
-  const at::Tensor bad = at::isfinite(key_sums).all(-1).logical_not_().transpose(1, 2);
-  if (bad.any().item<bool>()) {
-    const at::Tensor place = bad.nonzero()[0].cpu();
-    MT_CHECK_FINITE(false, "k: expected finite values, got NaN or inf at sample ",
-                    place[0].item<int64_t>(), ", head ", place[1].item<int64_t>(), ", block ",
-                    place[2].item<int64_t>());
-  }
+  BlockChoice choice;
+  choice.sizes = {static_cast<int>(batch), static_cast<int>(heads), n};
+  choice.key_blocks_per_unit = per_chunk;
+  choice.most_key_blocks = std::min(blocks, options.top_k * per_chunk);
+  choice.refusals = {refusal("k", "block", key_sums)};
   // [B, H, chunks, D]
   const at::Tensor key_means =
       at::constant_pad_nd(key_sums, {0, 0, 0, 0, 0, chunks * per_chunk - blocks}, 0)
@@ -298,7 +291,7 @@ index::Index moba_by_tensors(RingContext::State& state, const at::Tensor& q, con
                    own_chunk = to.floor_divide(per_chunk).view({1, 1, own_blocks, 1});
   at::Tensor first_chunk = at::zeros({batch, 1, own_blocks, 1}, longs);
   if (document_starts.defined()) {
-    first_chunk = document_starts.to(q.device())
+    first_chunk = to_device(document_starts, q.device())
                       .to(at::kLong)
                       .index_select(1, to * kBlock)
                       .floor_divide(options.chunk)
@@ -308,7 +301,7 @@ index::Index moba_by_tensors(RingContext::State& state, const at::Tensor& q, con
   at::Tensor fault =
       before.logical_and(at::isfinite(gates).logical_not()).any().to(at::kLong).view({1});
   all_reduce(group, fault, comm::ElementType::kInt64, comm::ReduceOp::kMax);
-  MT_CHECK_FINITE(fault.item<int64_t>() == 0, "q: expected finite values, got NaN or inf");
+  choice.refusals.push_back({1 - fault, 1, "q"});
   gates = gates.masked_fill(before.logical_not(), -INFINITY);
   const auto [gate, order] = gates.sort(/*stable=*/true, -1, /*descending=*/true);
   const at::Tensor taken = gate.gt(-INFINITY).logical_and(chunk.lt(options.top_k - 1));
@@ -316,18 +309,72 @@ index::Index moba_by_tensors(RingContext::State& state, const at::Tensor& q, con
                                        .scatter(-1, order, taken)
                                        .logical_or(chunk.eq(own_chunk));
 
-  ListMaker lists(blocks);
+  choice.bits =
+      at::empty({batch * heads, blocks, padded(chunks) / 32}, q.options().dtype(at::kInt));
   for (int64_t r = 0; r < batch * heads; ++r) {
-    at::Tensor chosen = at::zeros({blocks, (chunks + 3) / 4 * 4}, longs.dtype(at::kByte));
+    at::Tensor chosen = at::zeros({blocks, padded(chunks)}, longs.dtype(at::kByte));
     chosen.narrow(1, 0, chunks)
         .index_copy_(0, to, chosen_chunks[r / heads][r % heads].to(at::kByte));
     all_reduce(group, chosen, comm::ElementType::kInt32);
-    lists.add(chosen.narrow(1, 0, chunks)
-                  .to(at::kBool)
-                  .repeat_interleave(per_chunk, 1)
-                  .narrow(1, 0, blocks));
+    choice.bits.select(0, r).copy_(packed(chosen));
   }
-  return lists.finish(batch, heads, n);
+  return choice;
+}
+
+void BlockChoice::Refusal::check(int64_t place) const {
+  if (place == none) return;
+  MT_CHECK_FINITE(unit != nullptr, name, ": expected finite values, got NaN or inf");
+  MT_CHECK_FINITE(false, name, ": expected finite values, got NaN or inf at sample ",
+                  place / units / heads, ", head ", place / units % heads, ", ", unit, " ",
+                  place % units);
+}
+
+index::Index index_of(const BlockChoice& choice, const at::Tensor& host_bits) {
+  const int64_t rows = host_bits.size(0), words = host_bits.size(2), units = host_bits.size(1),
+                blocks = blocks_of(choice.sizes.seq_len);
+  const int64_t wide = choice.key_blocks_per_unit;
+  const auto* bits = reinterpret_cast<const uint32_t*>(host_bits.const_data_ptr<int32_t>());
+  index::BlockRows lists;
+  lists.row_begin.reserve(rows * blocks + 1);
+  lists.row_begin.push_back(0);
+  for (int64_t r = 0; r < rows; ++r) {
+    for (int64_t q = 0; q < blocks; ++q) {
+      const uint32_t* row = bits + (r * units + q / choice.query_blocks_per_unit) * words;
+      for (int64_t w = 0; w <= q / wide / 32; ++w) {
+        for (uint32_t left = row[w]; left != 0; left &= left - 1) {
+          const int64_t first = (w * 32 + std::countr_zero(left)) * wide;
+          for (int64_t block = first; block < std::min(first + wide, q + 1); ++block)
+            lists.key_blocks.push_back(static_cast<int32_t>(block));
+        }
+      }
+      lists.row_begin.push_back(std::ssize(lists.key_blocks));
+    }
+  }
+  return index::make_block_index(choice.sizes.batch, choice.sizes.num_q_heads, choice.sizes.seq_len,
+                                 std::move(lists));
+}
+
+namespace {
+
+index::Index awaited(const BlockChoice& choice) {
+  for (const BlockChoice::Refusal& refusal : choice.refusals)
+    refusal.check(refusal.place.item<int64_t>());
+  return index_of(choice, choice.bits.cpu());
+}
+
+}  // namespace
+
+index::Index xattention_by_tensors(RingContext::State& state, const at::Tensor& q,
+                                   const at::Tensor& k, double softmax_scale,
+                                   const at::Tensor& document_starts,
+                                   const pattern::XAttentionOptions& options) {
+  return awaited(choose_xattention(state, q, k, softmax_scale, document_starts, options));
+}
+
+index::Index moba_by_tensors(RingContext::State& state, const at::Tensor& q, const at::Tensor& k,
+                             const at::Tensor& document_starts,
+                             const pattern::MobaOptions& options) {
+  return awaited(choose_moba(state, q, k, document_starts, options));
 }
 
 }  // namespace mtraining::attention

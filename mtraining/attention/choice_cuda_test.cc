@@ -4,6 +4,7 @@
 #include <c10/cuda/CUDAGuard.h>
 #include <gtest/gtest.h>
 
+#include <chrono>
 #include <limits>
 #include <map>
 #include <mutex>
@@ -11,7 +12,7 @@
 #include <set>
 
 #include "mtraining/attention/autograd.h"
-#include "mtraining/attention/block_patterns.h"
+#include "mtraining/attention/block_lists.h"
 #include "mtraining/attention/device_index.h"
 #include "mtraining/attention/ring_case.h"
 #include "mtraining/base/check.h"
@@ -213,6 +214,62 @@ TEST(ChoiceOnGpu, BlockPatternsAreTheHostsUpToRounding) {
       }
     }
   }
+}
+
+TEST(ChoiceOnGpu, ListsOfBlocksAreMadeWithoutWaitingForTheDevice) {
+  const RingProblem problem(
+      {.seq_len = 1500, .precision = Precision::kBFloat16, .documents = Documents::kMidBlock});
+  on_ranks(problem, ring_options(1, 1, LayoutKind::kZigzag, 64, 1500),
+           [&](RingContext& context, const RankInputs& in) {
+             const auto make = [&](bool moba) {
+               const auto lists = block_lists_on_device(
+                   context.state(),
+                   moba
+                       ? choose_moba(context.state(), in.q, in.k, in.document_starts, {128, 3})
+                       : choose_xattention(context.state(), in.q, in.k, 0, in.document_starts, {}));
+               kernels::BlockLists made = *lists->block_lists(0);
+               lists->add_lists_by_key(0, made);
+               EXPECT_NE(made.query_blocks, nullptr);
+               lists->check_values();
+               return lists;
+             };
+             for (const bool moba : {false, true}) {
+               for (int warm_up = 0; warm_up < 2; ++warm_up) make(moba)->host_index();
+               at::cuda::sleep(2'000'000'000);  // a second
+               const auto start = std::chrono::steady_clock::now();
+               const auto lists = make(moba);
+               const std::chrono::duration<double> took = std::chrono::steady_clock::now() - start;
+               EXPECT_LT(took.count(), 0.5) << "moba " << moba;
+               EXPECT_TRUE(lists->host_index()->has_blocks());
+             }
+           });
+}
+
+TEST(ChoiceOnGpu, BlocksOfValuesThatAreNotFiniteAreRefusedWhenTheIndexIsAskedFor) {
+  const RingProblem problem({.seq_len = 300, .precision = Precision::kBFloat16});
+  on_ranks(problem, ring_options(1, 1, LayoutKind::kContiguous, 64, 300),
+           [&](RingContext& context, const RankInputs& in) {
+             const auto said = [&](bool moba, const at::Tensor& q, const at::Tensor& k) {
+               const auto lists = block_lists_on_device(
+                   context.state(), moba ? choose_moba(context.state(), q, k, {}, {64, 3})
+                                         : choose_xattention(context.state(), q, k, 0, {}, {}));
+               try {
+                 lists->host_index();
+               } catch (const InvalidArgument& error) {
+                 return std::string(error.what());
+               }
+               return std::string("nothing");
+             };
+             at::Tensor bad = in.k.clone();
+             bad[0][210][1][5] = std::numeric_limits<double>::infinity();
+             EXPECT_EQ(said(false, in.q, in.k), "nothing");
+             EXPECT_EQ(said(true, in.q, in.k), "nothing");
+             EXPECT_NE(said(false, in.q, bad)
+                           .find("k: expected finite values, got NaN or inf at "
+                                 "sample 0, head 1, position 210"),
+                       std::string::npos);
+             EXPECT_NE(said(true, in.q, bad).find("sample 0, head 1, block 3"), std::string::npos);
+           });
 }
 
 TEST(ChoiceOnGpu, EveryPatternAttendsAndAGivenOneIsEstimatedWhereThatIsAskedFor) {

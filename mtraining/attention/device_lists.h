@@ -32,6 +32,8 @@ class DeviceLists {
   virtual int64_t total_columns() = 0;
   /// Of one source, or nothing where the layout has no entries (zigzag) or the list is not made here (columns of several ranks).
   virtual std::optional<kernels::BlockLists> block_lists(int source_rank) = 0;
+  /// Of CSR lists that block_lists made: adds those by key block.
+  virtual void add_lists_by_key(int /*source_rank*/, kernels::BlockLists& /*lists*/) {}
   virtual std::optional<kernels::ColumnLists> column_lists(int source_rank) = 0;
   virtual const uint64_t* bitmap_words() = 0;
   virtual int64_t bitmap_words_a_row() const = 0;

@@ -114,7 +114,11 @@ const index::StepBlocks& IndexPlan::blocks(int source_rank) {
 
 kernels::BlockLists IndexPlan::block_lists(int source_rank, at::Device device, bool by_key_too) {
   if (made_ && !device.is_cpu()) {
-    if (const auto lists = made_->block_lists(source_rank)) return *lists;
+    if (auto lists = made_->block_lists(source_rank)) {
+      if (by_key_too && lists->kind == kernels::BlockListKind::kCsr)
+        made_->add_lists_by_key(source_rank, *lists);
+      return *lists;
+    }
   }
   const index::StepBlocks& made = blocks(source_rank);
   kernels::BlockLists lists = made.view();

@@ -234,8 +234,30 @@ TEST(RingOnGpu, RepeatsAreTheSameBits) {
   }
 }
 
+/// One choice, attended by what the device made of it, and again by what the host makes of its copy: the same bits. Returns it.
+std::shared_ptr<const index::Index> expect_the_hosts_lists_do_the_same(
+    RingContext& context, const testing::RankInputs& in, AttentionCall call) {
+  const AttentionOutput one = sparse_ring_attention(context, in.q, in.k, in.v, call);
+  call.index = std::make_shared<const index::Index>(*one.index);  // another object: no plan
+  const AttentionOutput two = sparse_ring_attention(context, in.q, in.k, in.v, call);
+  EXPECT_TRUE(at::equal(one.out, two.out));
+  EXPECT_TRUE(at::equal(one.lse, two.lse));
+  EXPECT_TRUE(at::equal(one.out_residual, two.out_residual));
+  RingContext::State& state = context.state();
+  const auto gradients = [&](const AttentionOutput& output) {
+    const auto plan = state.plans.find_or_make(output.index, state.layout, state.cp_rank);
+    return checked_backward(
+        state, *plan, {in.dout, in.q, in.k, in.v, {output.out, output.lse, output.out_residual}}, 0,
+        call.document_starts);
+  };
+  const BackwardResult a = gradients(one), b = gradients(two);
+  EXPECT_TRUE(at::equal(a.dq, b.dq));
+  EXPECT_TRUE(at::equal(a.dk, b.dk));
+  EXPECT_TRUE(at::equal(a.dv, b.dv));
+  return one.index;
+}
+
 TEST(RingOnGpu, ListsThatTheDeviceMakesAreThoseOfTheHost) {
-  // One choice, attended by what the device made of it, and again by what the host makes of its copy: the same bits.
   const RingProblem problem({.batch = 2, .seq_len = 900, .precision = Precision::kBFloat16});
   for (const Shape& shape : {Shape{1, 1, kFlat}, Shape{1, 3, kFlat}, Shape{2, 2, kHierarchical}}) {
     for (const Placement& placement : kPlacements) {
@@ -243,6 +265,8 @@ TEST(RingOnGpu, ListsThatTheDeviceMakesAreThoseOfTheHost) {
         RingOptions options = ring_options(shape.nodes, shape.ranks_per_node, placement.kind,
                                            placement.stripe, problem.options().seq_len);
         options.ring = shape.ring;
+        // Exchanged, of the sources, and again.
+        options.columns = max_columns ? ColumnMode::kPerStep : ColumnMode::kOnce;
         on_ranks(options, [&](RingContext& context, comm::Transport&) {
           SCOPED_TRACE(testing::to_string(options));
           const at::NoGradGuard no_grad;
@@ -253,29 +277,76 @@ TEST(RingOnGpu, ListsThatTheDeviceMakesAreThoseOfTheHost) {
           call.pattern.vertical_slash.dense_threshold = 1;
           call.pattern.vertical_slash.sink_tokens = max_columns == 0 ? 0 : 5;
           call.pattern.vertical_slash.max_columns = max_columns;
-          const AttentionOutput one = sparse_ring_attention(context, in.q, in.k, in.v, call);
-          call.index = std::make_shared<const index::Index>(*one.index);  // another object: no plan
-          const AttentionOutput two = sparse_ring_attention(context, in.q, in.k, in.v, call);
-          EXPECT_TRUE(at::equal(one.out, two.out));
-          EXPECT_TRUE(at::equal(one.lse, two.lse));
-          EXPECT_TRUE(at::equal(one.out_residual, two.out_residual));
+          const auto index = expect_the_hosts_lists_do_the_same(context, in, call);
           int64_t columns = 0;
-          for (const int32_t count : one.index->columns.counts) columns += count;
+          for (const int32_t count : index->columns.counts) columns += count;
           EXPECT_EQ(columns > 0, max_columns != 0);
-          RingContext::State& state = context.state();
-          const auto gradients = [&](const AttentionOutput& output) {
-            const auto plan = state.plans.find_or_make(output.index, state.layout, state.cp_rank);
-            return checked_backward(
-                state, *plan,
-                {in.dout, in.q, in.k, in.v, {output.out, output.lse, output.out_residual}}, 0, {});
-          };
-          const BackwardResult a = gradients(one), b = gradients(two);
-          EXPECT_TRUE(at::equal(a.dq, b.dq));
-          EXPECT_TRUE(at::equal(a.dk, b.dk));
-          EXPECT_TRUE(at::equal(a.dv, b.dv));
         });
       }
     }
+  }
+}
+
+TEST(RingOnGpu, ListsOfBlocksThatTheDeviceMakesAreThoseOfTheHost) {
+  for (const Documents documents : {Documents::kOne, Documents::kMidBlock}) {
+    const RingProblem problem(
+        {.batch = 2, .seq_len = 900, .precision = Precision::kBFloat16, .documents = documents});
+    for (const Shape& shape :
+         {Shape{1, 1, kFlat}, Shape{1, 3, kFlat}, Shape{2, 2, kHierarchical}}) {
+      for (const Placement& placement : kPlacements) {
+        RingOptions options = ring_options(shape.nodes, shape.ranks_per_node, placement.kind,
+                                           placement.stripe, problem.options().seq_len);
+        options.ring = shape.ring;
+        on_ranks(options, [&](RingContext& context, comm::Transport&) {
+          SCOPED_TRACE(testing::to_string(options));
+          const at::NoGradGuard no_grad;
+          const auto in = testing::on_device(
+              testing::rank_inputs(problem, context.layout(), context.cp_rank()), at::kCUDA);
+          AttentionCall call;
+          call.document_starts = in.document_starts;
+          call.pattern.kind = pattern::PatternKind::kXAttention;
+          call.pattern.xattention.threshold = 0.5;
+          EXPECT_TRUE(expect_the_hosts_lists_do_the_same(context, in, call)->has_blocks());
+          call.pattern.kind = pattern::PatternKind::kMoba;
+          call.pattern.moba = {128, 3};
+          EXPECT_TRUE(expect_the_hosts_lists_do_the_same(context, in, call)->has_blocks());
+        });
+      }
+    }
+  }
+}
+
+TEST(RingOnGpu, KAndVAreUnderWayWhileTheIndexIsChosen) {
+  const RingProblem problem({.seq_len = 2048, .precision = Precision::kBFloat16});
+  for (const Shape& shape :
+       {Shape{1, 2, kHierarchical}, Shape{2, 2, kHierarchical}, Shape{1, 3, kFlat},
+        Shape{2, 2, kHierarchical, ring::InnerKind::kRing}}) {
+    RingOptions options = ring_options(shape.nodes, shape.ranks_per_node, LayoutKind::kBlockStriped,
+                                       128, problem.options().seq_len);
+    options.ring = shape.ring;
+    options.inner = shape.inner;
+    on_ranks(options, [&](RingContext& context, comm::Transport&) {
+      SCOPED_TRACE(testing::to_string(options));
+      const at::NoGradGuard no_grad;
+      const auto in = testing::on_device(
+          testing::rank_inputs(problem, context.layout(), context.cp_rank()), at::kCUDA);
+      StepTiming index, transfer, launch;
+      context.set_observer([&](const StepTiming& timing) {
+        const std::string what = timing.what;
+        StepTiming* const seen = what == "index"      ? &index
+                                 : what == "transfer" ? &transfer
+                                 : what == "forward"  ? &launch
+                                                      : nullptr;
+        if (seen != nullptr && seen->what[0] == '\0') *seen = timing;
+      });
+      sparse_ring_attention(context, in.q, in.k, in.v, {});
+      context.finish_observing();
+      ASSERT_EQ(std::string(index.what), "index");
+      ASSERT_EQ(std::string(transfer.what), "transfer");
+      EXPECT_LE(transfer.begin_us, index.begin_us);
+      EXPECT_LE(index.end_us, launch.begin_us);
+      EXPECT_NE(transfer.channel.find("kv"), std::string_view::npos) << transfer.channel;
+    });
   }
 }
 
