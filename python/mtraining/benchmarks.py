@@ -7,10 +7,11 @@ In:   *.jsonl that `mtraining bench` wrote. Out: a Markdown table; a picture (pl
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 from pathlib import Path
+
+from mtraining.command_line import Parser, reported
+from mtraining.json_lines import read_json_lines
 
 WORK = (
     "mask",
@@ -28,18 +29,7 @@ WORK = (
 
 def read_rows(path: Path) -> list[dict]:
     """Rows of attention, one dict a line. Errors: ValueError naming file and line."""
-    rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}:{number}: expected one JSON object a line: {error}") from None
-        if not isinstance(row, dict) or "case" not in row:
-            raise ValueError(f"{path}:{number}: expected an object with a key case")
-        rows.append(row)
-    return rows
+    return [row for _, row in read_json_lines(path, {"case": (str,)})]
 
 
 def difference(one: dict, other: dict) -> str:
@@ -103,25 +93,22 @@ def table(rows: list[dict]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m mtraining.benchmarks", description=__doc__.split("\n")[0]
-    )
+    parser = Parser(prog="python -m mtraining.benchmarks", description=__doc__.split("\n")[0])
     parser.add_argument("files", type=Path, nargs="+", help="rows, one JSON object a line")
     parser.add_argument(
         "--plot", type=Path, help="also a PNG or SVG: time against density and against length"
     )
     a = parser.parse_args(arguments)
-    try:
+
+    def work() -> None:
         rows = [row for path in a.files for row in read_rows(path) if row["case"] == "attention"]
         print(table(rows))
         if a.plot:
             from .plots import plot_benchmarks
 
             plot_benchmarks(rows, a.plot)
-    except (OSError, ValueError) as error:
-        print(f"mtraining.benchmarks: error: {error}", file=sys.stderr)
-        return 2
-    return 0
+
+    return reported(work)
 
 
 if __name__ == "__main__":

@@ -12,9 +12,12 @@ import json
 import pathlib
 import sys
 
+from mtraining.command_line import Parser, reported
+from mtraining.json_lines import read_json_lines
+
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m mtraining.generate",
         description="Continues text greedily; sparse over the prompt, dense over the cache.",
     )
@@ -29,35 +32,21 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--p-vertical", type=float, default=0.9)
     parser.add_argument("--p-slash", type=float, default=0.9)
     options = parser.parse_args(arguments)
-    try:
+
+    def work() -> None:
         prompts = [options.prompt] if options.input is None else read_prompts(options.input)
         model, tokenizer = load(options)
         asked = [token_ids(model, tokenizer, p, options.max_new_tokens) for p in prompts]
         for prompt, ids in zip(prompts, asked, strict=True):
             output = continue_ids(model, tokenizer, ids, options.max_new_tokens)
             print(json.dumps({"text": prompt, "output": output}) if options.input else output)
-    except (ValueError, NotImplementedError, OSError) as error:
-        print(f"mtraining: error: {str(error).splitlines()[0]}", file=sys.stderr)
-        return 2
-    except (RuntimeError, ImportError) as error:
-        print(f"mtraining: error: {str(error).splitlines()[0]}", file=sys.stderr)
-        return 1
-    return 0
+
+    return reported(work)
 
 
 def read_prompts(path: pathlib.Path) -> list[str]:
     """The "text" of each line. Errors: ValueError naming file and line; OSError."""
-    prompts = []
-    for number, line in enumerate(path.read_text().splitlines(), 1):
-        try:
-            prompts.append(json.loads(line)["text"])
-        except (json.JSONDecodeError, KeyError, TypeError):
-            raise ValueError(
-                f'{path}:{number}: expected a JSON object with the key "text", got {line[:60]!r}'
-            ) from None
-        if not isinstance(prompts[-1], str):
-            raise ValueError(f'{path}:{number}: "text": expected a string, got {prompts[-1]!r}')
-    return prompts
+    return [row["text"] for _, row in read_json_lines(path, {"text": (str,)})]
 
 
 def load(options: argparse.Namespace):

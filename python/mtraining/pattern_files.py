@@ -12,10 +12,11 @@ Density: as the metrics count it, 64 x 64 blocks whole, over half of seq_len^2.
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import sys
+
+from mtraining.command_line import Parser, reported
 
 BLOCK = 64
 BANDS = (1024, 1536, 2048)
@@ -101,22 +102,18 @@ def make_pattern(seq_len: int, heads: int, wanted: float, seed: int = 0) -> dict
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m mtraining.pattern_files", description=__doc__.split("\n\n")[0]
-    )
+    parser = Parser(prog="python -m mtraining.pattern_files", description=__doc__.split("\n\n")[0])
     parser.add_argument("--seq-len", type=int, required=True, help="tokens, a multiple of 64")
     parser.add_argument("--heads", type=int, default=16, help="query heads (16)")
     parser.add_argument("--density", type=float, required=True, help="of each head, .01 to 1")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
-    try:
+
+    def work() -> None:
         pattern = make_pattern(options.seq_len, options.heads, options.density, options.seed)
-    except ValueError as error:
-        print(f"pattern_files: error: {error}", file=sys.stderr)
-        return 2
-    json.dump(pattern, sys.stdout)
-    print()
-    return 0
+        print(json.dumps(pattern))
+
+    return reported(work)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Pictures of a run: loss curves, and one head's attention beside the mask that was computed.
+"""Pictures: of a run its loss curves, and one head's attention beside the mask that was computed; of a needle test its heat map.
 
-In:   metrics.jsonl of runs; <run>/example/{q.npy, k.npy, index.json}. Out: a PNG. Next: the reader.
+In:   metrics.jsonl of runs; <run>/example/{q.npy, k.npy, index.json}; rows of mtraining.task_scores. Out: a PNG. Next: the reader.
 """
 
 from __future__ import annotations
@@ -159,5 +159,47 @@ def plot_benchmarks(rows: list[dict], out: Path) -> None:
     for axes in (densities, lengths):
         if axes.get_legend_handles_labels()[0]:
             axes.legend(fontsize=7)
+    figure.savefig(out, dpi=110)
+    plt.close(figure)
+
+
+def cells_of(rows: list[dict], lengths: list[int], depths: list[float]) -> np.ndarray:
+    """Scores [depths, lengths]; NaN where there is no row."""
+    cells = np.full((len(depths), len(lengths)), np.nan)
+    for row in rows:
+        cells[depths.index(row["depth"]), lengths.index(row["length"])] = row["score"]
+    return cells
+
+
+def plot_needle(means: list[dict], out: Path) -> None:
+    """Scores over length (across) and depth (down), a panel an attention: rows of task_scores.means with "by" task,length,depth.
+
+    Cells that nothing was asked of stay white. Errors: ValueError where no row has length and depth.
+    """
+    rows = [
+        r for r in means if r["by"] == "task,length,depth" and None not in (r["length"], r["depth"])
+    ]
+    if not rows:
+        raise ValueError("a heat map: expected samples with length and depth, got none")
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    arms = list(dict.fromkeys(row["attention"] for row in rows))
+    lengths = sorted({row["length"] for row in rows})
+    depths = sorted({row["depth"] for row in rows})
+    size = (1.6 + len(arms) * (1.6 + 0.5 * len(lengths)), 1.6 + 0.32 * max(len(depths), 4))
+    figure, panels = plt.subplots(
+        1, len(arms), figsize=size, squeeze=False, constrained_layout=True
+    )
+    for panel, arm in zip(panels[0], arms, strict=True):
+        own = [row for row in rows if row["attention"] == arm]
+        cells = cells_of(own, lengths, depths)
+        image = panel.imshow(cells, cmap="RdYlGn", vmin=0, vmax=1, aspect="auto")
+        panel.set(title=f"{arm}, mean {np.nanmean(cells):.3f}", xlabel="tokens", ylabel="depth")
+        panel.set_xticks(range(len(lengths)), [str(n) for n in lengths], rotation=90)
+        panel.set_yticks(range(len(depths)), [f"{d:g}" for d in depths])
+    figure.colorbar(image, ax=panels[0][-1], label="score")
     figure.savefig(out, dpi=110)
     plt.close(figure)

@@ -9,7 +9,6 @@ Every file is one document; no file is in both sets, nor is a sample of an MDS f
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import itertools
 import json
@@ -24,6 +23,7 @@ from pathlib import Path
 import numpy as np
 
 from mtraining import mds
+from mtraining.command_line import Defaults, Parser, positive, reported
 
 _SLICE = 2048
 _CODES = {"uint8": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "uint16": 8}
@@ -96,7 +96,10 @@ def write_token_file(prefix: Path, documents: Iterable[np.ndarray], dtype: str =
 
 def python_sources(package: str) -> list[Path]:
     """All .py files of an installed package, sorted. The package is not imported."""
-    spec = importlib.util.find_spec(package)
+    try:
+        spec = importlib.util.find_spec(package)
+    except ModuleNotFoundError:  # of a package within one that is not there
+        spec = None
     if spec is None or not spec.submodule_search_locations:
         raise ValueError(f"package {package} is not installed here")
     root = Path(spec.submodule_search_locations[0])
@@ -256,43 +259,12 @@ def _token_dtype(shard: mds.Shard, tokens: str, bounds: str, vocabulary: int) ->
     return dtype.name if dtype.name in ("uint8", "uint16") else "int32"
 
 
-def _positive(name: str):
-    """A parser of whole numbers above 0 for argparse, which names the option itself."""
-
-    def parse(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = 0
-        if value <= 0:
-            raise argparse.ArgumentTypeError(f"expected a number of {name} above 0, got {text!r}")
-        return value
-
-    return parse
-
-
-class _Defaults(argparse.ArgumentDefaultsHelpFormatter):
-    """Says a default where there is one: not of a switch, nor of what may be left out."""
-
-    def _get_help_string(self, action):
-        if action.default is None or action.nargs == 0:
-            return action.help
-        return super()._get_help_string(action)
-
-
-class _Parser(argparse.ArgumentParser):
-    """Its mistakes are one sentence as well."""
-
-    def error(self, message: str):
-        self.exit(2, f"mtraining: error: {message}\n")
-
-
 def main(arguments: list[str] | None = None) -> int:
-    parser = _Parser(
+    parser = Parser(
         prog="python -m mtraining.prepare",
         description="Writes token files for mtraining train from the Python sources of an installed package, a byte a token, or from an "
         "MDS folder of token ids, its documents kept.",
-        formatter_class=_Defaults,
+        formatter_class=Defaults,
     )
     parser.add_argument(
         "--out",
@@ -302,10 +274,10 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--package", default="torch", help="whose sources to read; not imported")
     parser.add_argument(
-        "--train-bytes", type=_positive("bytes"), default=8 << 20, help="at most, for training"
+        "--train-bytes", type=positive("bytes"), default=8 << 20, help="at most, for training"
     )
     parser.add_argument(
-        "--valid-bytes", type=_positive("bytes"), default=(16 << 10) + 1, help="at most, held out"
+        "--valid-bytes", type=positive("bytes"), default=(16 << 10) + 1, help="at most, held out"
     )
     parser.add_argument("--seed", type=int, default=1, help="order in which files are taken")
     parser.add_argument(
@@ -315,12 +287,12 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument(
         "--vocabulary",
-        type=_positive("ids"),
+        type=positive("ids"),
         help="ids of an MDS folder are below it; needed with --mds",
     )
     parser.add_argument(
         "--valid-samples",
-        type=_positive("samples"),
+        type=positive("samples"),
         default=1,
         help="first samples of an MDS folder that are held out",
     )
@@ -355,18 +327,17 @@ def main(arguments: list[str] | None = None) -> int:
             )
     if a.mds and not 0 < (a.vocabulary or 0) <= 1 << 31:
         parser.error(f"--vocabulary: expected 1 .. 2147483648 with --mds, got {a.vocabulary}")
-    try:
+
+    def work() -> None:
         if a.mds:
             mds_options = {name: getattr(a, name) for name in from_mds}
             prepared = prepare_mds(a.out, a.mds, **mds_options)
         else:
             prepared = prepare_bytes(a.out, a.package, a.train_bytes, a.valid_bytes, a.seed)
             assert math.isfinite(prepared.unigram_entropy)
-    except (ValueError, OSError, ModuleNotFoundError) as error:
-        print(f"mtraining: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    print(json.dumps(asdict(prepared), indent=2))
-    return 0
+        print(json.dumps(asdict(prepared), indent=2))
+
+    return reported(work)
 
 
 if __name__ == "__main__":

@@ -65,4 +65,4 @@ def test_what_cannot_be_had_is_one_sentence(changes, says, capsys):
     options = {"--seq-len": "8192", "--heads": "1", "--density": ".5", **changes}
     assert pattern_files.main([word for pair in options.items() for word in pair]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("pattern_files: error: ") and says in error and error.count("\n") == 1
+    assert error.startswith("mtraining: error: ") and says in error and error.count("\n") == 1
