@@ -334,22 +334,27 @@ index::Index index_of(const BlockChoice& choice, const at::Tensor& host_bits) {
                 blocks = blocks_of(choice.sizes.seq_len);
   const int64_t wide = choice.key_blocks_per_unit;
   const auto* bits = reinterpret_cast<const uint32_t*>(host_bits.const_data_ptr<int32_t>());
+  int64_t room = 0;
+  for (int64_t i = 0; i < host_bits.numel(); ++i) room += std::popcount(bits[i]);
   index::BlockRows lists;
   lists.row_begin.reserve(rows * blocks + 1);
   lists.row_begin.push_back(0);
+  lists.key_blocks.resize(room * choice.query_blocks_per_unit * wide);
+  int32_t* next = lists.key_blocks.data();
   for (int64_t r = 0; r < rows; ++r) {
     for (int64_t q = 0; q < blocks; ++q) {
       const uint32_t* row = bits + (r * units + q / choice.query_blocks_per_unit) * words;
       for (int64_t w = 0; w <= q / wide / 32; ++w) {
         for (uint32_t left = row[w]; left != 0; left &= left - 1) {
           const int64_t first = (w * 32 + std::countr_zero(left)) * wide;
-          for (int64_t block = first; block < std::min(first + wide, q + 1); ++block)
-            lists.key_blocks.push_back(static_cast<int32_t>(block));
+          const int64_t end = std::min(first + wide, q + 1);
+          for (int64_t block = first; block < end; ++block) *next++ = static_cast<int32_t>(block);
         }
       }
-      lists.row_begin.push_back(std::ssize(lists.key_blocks));
+      lists.row_begin.push_back(next - lists.key_blocks.data());
     }
   }
+  lists.key_blocks.resize(next - lists.key_blocks.data());
   return index::make_block_index(choice.sizes.batch, choice.sizes.num_q_heads, choice.sizes.seq_len,
                                  std::move(lists));
 }
