@@ -275,7 +275,7 @@ void check_links(Report& report, const SystemFacts& system, const GpuFacts& gpus
   }
   if (!measure) return;
   const auto link = [&](const char* name, const char* backend, int ranks, int64_t bytes,
-                        const char* remedy) {
+                        const char* remedy, Verdict without = Verdict::kFail) {
     try {
       const LinkSpeed speed = measure_link(backend, ranks, bytes, 4);
       report.ok(name, concat(number("%.2f GB/s", speed.bytes_per_s * 1e-9), " a rank, ",
@@ -284,7 +284,7 @@ void check_links(Report& report, const SystemFacts& system, const GpuFacts& gpus
       report.facts["links"][backend] = {
           {"ranks", ranks}, {"bytes_per_s", speed.bytes_per_s}, {"small_us", speed.small_us}};
     } catch (const std::exception& error) {
-      report.judge(name, Verdict::kFail, error.what(), remedy);
+      report.judge(name, without, error.what(), remedy);
     }
   };
   link("loopback link", "gloo", 2, int64_t{16} << 20, "ranks talk over 127.0.0.1: see the cause");
@@ -292,6 +292,9 @@ void check_links(Report& report, const SystemFacts& system, const GpuFacts& gpus
   if (count >= 2) {
     link("gpu link", "nccl", count, int64_t{256} << 20,
          "NCCL_DEBUG=WARN says more; NCCL_P2P_DISABLE=1 goes around broken peer access");
+    link("gpu copies", "peer_copies", count, int64_t{256} << 20,
+         "attention.transfers = \"peer_copies\" is not for this machine; \"collectives\" (nccl) is",
+         Verdict::kNote);
   }
 }
 

@@ -92,10 +92,11 @@ LinkSpeed measure_link(const std::string& backend, int ranks, int64_t bytes, int
   const auto run = [&](int rank) {
     std::unique_ptr<comm::Transport> transport;
     try {
-      const int device = backend == "nccl" ? rank : -1;
+      const bool copies = backend == "peer_copies";
+      const int device = copies || backend == "nccl" ? rank : -1;
       enter_device(device);
       comm::C10dOptions options;
-      options.backend = backend;
+      options.backend = copies ? "nccl" : backend;
       options.rank = rank;
       options.size = ranks;
       options.timeout = std::chrono::seconds(30);
@@ -106,12 +107,14 @@ LinkSpeed measure_link(const std::string& backend, int ranks, int64_t bytes, int
       transport = comm::make_c10d(options);
       std::vector<int> members(static_cast<size_t>(ranks));
       std::iota(members.begin(), members.end(), 0);
-      const comm::CommunicatorPtr group = transport->open("doctor", members);
+      const comm::CommunicatorPtr group =
+          copies ? transport->open_copies("doctor", members) : transport->open("doctor", members);
       const Memory send(device, bytes), recv(device, bytes);
       LinkSpeed& result = results[static_cast<size_t>(rank)];
       result.bytes_per_s =
           static_cast<double>(bytes) / best_of(*group, device, send, recv, bytes, rounds);
       result.small_us = best_of(*group, device, send, recv, 8, 20 * rounds) * 1e6;
+      group->barrier();  // nobody reads a peer that has gone
     } catch (const std::exception& error) {
       if (transport) transport->abort(error.what());
       const std::scoped_lock lock(mutex);

@@ -13,7 +13,7 @@ struct LinkSpeed {
   double small_us = 0;     ///< one exchange of 8 bytes
 };
 
-/// Each rank sends to the next of a ring. "gloo": over the loopback; "nccl": rank r on GPU r. Cost: about .3 s.
+/// Each rank sends to the next of a ring. "gloo": over the loopback; "nccl", "peer_copies": rank r on GPU r. Cost: about .3 s.
 /// Errors: ExternalError with the transport's words.
 LinkSpeed measure_link(const std::string& backend, int ranks, int64_t bytes, int rounds);
 

@@ -20,10 +20,10 @@
 namespace mtraining::attention {
 namespace {
 
-/// The columns of one call: exchanged once, or taken from each source as it comes.
+/// The columns of one call: exchanged once, or taken from each source as it comes. Where one launch has all sources they are there anyway.
 bool columns_are_exchanged(RingContext::State& state, IndexPlan& plan, int num_kv_heads) {
   return plan.has_columns() && state.options.columns == ColumnMode::kOnce &&
-         state.layout.cp_size() > 1 && !plan.union_too_large(num_kv_heads);
+         ring::num_launches(state.forward) > 1 && !plan.union_too_large(num_kv_heads);
 }
 
 /// What chooses the kernels of a call on a GPU.

@@ -34,19 +34,26 @@ inline void check_cuda(cudaError_t error, const char* what) {
 struct Post {
   std::array<std::atomic<uint64_t>, kMaxRanks> number;
   uint64_t generation;  // of the slot's memory
+  void* address;        // in its process
   cudaIpcMemHandle_t memory;
   std::array<std::array<int64_t, kMaxParts>, kMaxRanks> offset, bytes;  // by rank
   Call call;                                                            // of a collective
   int32_t parts;  // of an exchange; -1: a collective
 };
+/// An event as other processes open it, and as threads of the same one use it.
+struct EventShare {
+  cudaIpcEventHandle_t handle;
+  cudaEvent_t event;
+};
 /// One rank's page of the memory that all processes of the group see.
 struct Page {
+  int64_t process;
+  int32_t device;
   std::array<Post, kSlots> posts;
   std::array<std::atomic<uint64_t>, kMaxRanks>
       taken;  // posts of rank s that this rank's stream has been told to read
-  std::array<cudaIpcEventHandle_t, kSlots> ready;  // recorded when the slot is filled
-  std::array<std::array<cudaIpcEventHandle_t, kSlots>, kMaxRanks>
-      done;  // [s]: when s's slot has been read
+  std::array<EventShare, kSlots> ready;                        // recorded when the slot is filled
+  std::array<std::array<EventShare, kSlots>, kMaxRanks> done;  // [s]: when s's slot has been read
 };
 static_assert(std::atomic<uint64_t>::is_always_lock_free);
 
@@ -57,17 +64,24 @@ class Event {
                    &event_, cudaEventDisableTiming | (shared ? cudaEventInterprocess : 0u)),
                "making an event");
   }
-  explicit Event(const cudaIpcEventHandle_t& handle) {
-    check_cuda(cudaIpcOpenEventHandle(&event_, handle), "opening a peer's event");
+  /// A peer's; of this process: it must outlive this object's use.
+  Event(const EventShare& share, bool of_this_process) : owned_(!of_this_process) {
+    if (of_this_process) {
+      event_ = share.event;
+    } else {
+      check_cuda(cudaIpcOpenEventHandle(&event_, share.handle), "opening a peer's event");
+    }
   }
   Event(const Event&) = delete;
   Event& operator=(const Event&) = delete;
-  ~Event() { cudaEventDestroy(event_); }
+  ~Event() {
+    if (owned_) cudaEventDestroy(event_);
+  }
   cudaEvent_t get() const { return event_; }
-  cudaIpcEventHandle_t handle() const {
-    cudaIpcEventHandle_t handle;
-    check_cuda(cudaIpcGetEventHandle(&handle, event_), "sharing an event");
-    return handle;
+  EventShare share() const {
+    EventShare share{{}, event_};
+    check_cuda(cudaIpcGetEventHandle(&share.handle, event_), "sharing an event");
+    return share;
   }
   void record(cudaStream_t stream) const {
     check_cuda(cudaEventRecord(event_, stream), "recording an event");
@@ -78,6 +92,7 @@ class Event {
 
  private:
   cudaEvent_t event_ = nullptr;
+  bool owned_ = true;
 };
 using EventPtr = std::unique_ptr<Event>;
 

@@ -119,7 +119,8 @@ class PeerCopies : public PeerCopiesCommunicator {
         while (broken_.empty() && board_->page(r).taken[rank_].load() < slots_[s].last[r] &&
                steady_clock::now() < deadline)
           std::this_thread::sleep_for(milliseconds(1));
-        while (broken_.empty() && slots_[s].last[r] > 0 && peers_[r][s].read &&
+        // An event of this process may be gone by now: whoever has ranks as threads lets them meet before they end.
+        while (broken_.empty() && slots_[s].last[r] > 0 && peers_[r][s].read && !is_here(r) &&
                cudaEventQuery(peers_[r][s].read->get()) == cudaErrorNotReady &&
                steady_clock::now() < deadline)
           std::this_thread::sleep_for(milliseconds(1));
@@ -129,9 +130,9 @@ class PeerCopies : public PeerCopiesCommunicator {
       if (broken_.empty()) cudaStreamSynchronize(stream_);
       cudaStreamDestroy(stream_);
     }
-    for (auto& of_rank : peers_)
-      for (PeerSlot& slot : of_rank)
-        if (slot.memory != nullptr) cudaIpcCloseMemHandle(slot.memory);
+    for (int r = 0; r < size_; ++r)
+      for (PeerSlot& slot : peers_[r])
+        if (slot.memory != nullptr && !is_here(r)) cudaIpcCloseMemHandle(slot.memory);
     for (void* memory : allocated_) cudaFree(memory);
   }
 
@@ -282,19 +283,22 @@ class PeerCopies : public PeerCopiesCommunicator {
     check_cuda(cudaStreamCreateWithPriority(&stream_, cudaStreamNonBlocking, greatest),
                "making a stream");
     Page& page = board_->page(rank_);
+    page.process = ::getpid();
+    page.device = device_;
     for (int s = 0; s < kSlots; ++s) {
       Slot& slot = slots_[s];
       allocate(slot, kFirstBytes);
       const int32_t mark = mark_of(rank_, s);
       check_cuda(cudaMemcpy(slot.memory, &mark, sizeof(mark), cudaMemcpyHostToDevice), "marking");
       slot.ready = std::make_unique<Event>(true);
-      page.ready[s] = slot.ready->handle();
+      page.ready[s] = slot.ready->share();
+      page.posts[s].address = slot.memory;
       page.posts[s].generation = slot.generation;
       page.posts[s].memory = slot.handle;
       for (int r = 0; r < size_; ++r) {
         if (r == rank_) continue;
         peers_[r][s].done = std::make_unique<Event>(true);
-        page.done[r][s] = peers_[r][s].done->handle();
+        page.done[r][s] = peers_[r][s].done->share();
       }
     }
   }
@@ -305,9 +309,9 @@ class PeerCopies : public PeerCopiesCommunicator {
       const Page& page = board_->page(r);
       for (int s = 0; s < kSlots; ++s) {
         PeerSlot& peer = peers_[r][s];
-        peer.ready = std::make_unique<Event>(page.ready[s]);
-        peer.read = std::make_unique<Event>(page.done[rank_][s]);
-        map(peer, page.posts[s]);
+        peer.ready = std::make_unique<Event>(page.ready[s], is_here(r));
+        peer.read = std::make_unique<Event>(page.done[rank_][s], is_here(r));
+        map(r, peer, page.posts[s]);
         int32_t mark = 0;
         check_cuda(cudaMemcpy(&mark, peer.memory, sizeof(mark), cudaMemcpyDeviceToHost),
                    "reading a peer's memory");
@@ -316,8 +320,23 @@ class PeerCopies : public PeerCopiesCommunicator {
       }
     }
   }
-  void map(PeerSlot& peer, const Post& post) {
+  /// A thread of this process, as where a test or a doctor has all ranks.
+  bool is_here(int rank) const { return board_->page(rank).process == ::getpid(); }
+  void map(int rank, PeerSlot& peer, const Post& post) {
     if (peer.generation == post.generation) return;
+    if (is_here(rank)) {
+      const int device = board_->page(rank).device;
+      const cudaError_t error =
+          device == device_ ? cudaSuccess : cudaDeviceEnablePeerAccess(device, 0);
+      if (error == cudaErrorPeerAccessAlreadyEnabled) {
+        cudaGetLastError();
+      } else {
+        check_cuda(error, "reaching a peer's memory");
+      }
+      peer.memory = post.address;
+      peer.generation = post.generation;
+      return;
+    }
     if (peer.memory != nullptr) {
       check_cuda(cudaStreamSynchronize(stream_), "what reads a peer's memory");
       check_cuda(cudaIpcCloseMemHandle(peer.memory), "closing a peer's memory");
@@ -396,6 +415,7 @@ class PeerCopies : public PeerCopiesCommunicator {
       for (const ConstBuffer& part : parts) bytes += padded(part.bytes);
     // What was there stays until the end: peers may have it open.
     if (bytes > slot.bytes) allocate(slot, std::max(bytes, slot.bytes + slot.bytes / 2));
+    page.address = slot.memory;
     page.generation = slot.generation;
     page.memory = slot.handle;
     page.call = receipt.call;
@@ -532,7 +552,7 @@ class PeerCopies : public PeerCopiesCommunicator {
       const Post& post = board_->page(part.from).posts[s];
       PeerSlot& peer = peers_[part.from][s];
       check_match(receipt, part, post);
-      map(peer, post);
+      map(part.from, peer, post);
       peer.ready->hold(stream_);
       const auto* memory = static_cast<const char*>(peer.memory);
       sources[part.from] = memory + post.offset[rank_][0];

@@ -550,6 +550,11 @@ Schedule backward_schedule(const ScheduleOptions& options, int cp_rank) {
   return make_schedule(options, cp_rank, Direction::kBackward);
 }
 
+int num_launches(const Schedule& schedule) {
+  return static_cast<int>(std::count_if(schedule.ops.begin(), schedule.ops.end(),
+                                        [](const Op& op) { return op.kind == OpKind::kLaunch; }));
+}
+
 Traffic traffic(const Schedule& schedule, const topology::Topology& topology, int cp_rank) {
   Traffic result;
   for (const Op& op : schedule.ops) {

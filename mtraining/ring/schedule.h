@@ -118,6 +118,8 @@ Schedule forward_schedule(const ScheduleOptions& options, int cp_rank);
 /// With cp_size 1: one launch, grad slot 0 is home.
 Schedule backward_schedule(const ScheduleOptions& options, int cp_rank);
 
+int num_launches(const Schedule& schedule);
+
 /// Payload units that a rank sends: kv units (one K and one V shard) and grad units (one dk and one
 /// dv shard) by channel.
 struct Traffic {

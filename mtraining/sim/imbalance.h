@@ -18,7 +18,8 @@
 
 namespace mtraining::sim {
 
-/// kOnce: a rank attends to the columns of all shards in one launch of its own, outside the ring.
+/// kOnce: a rank attends to the columns of all shards once; counted as a launch of its own, though a launch of the ring takes them
+/// along.
 /// kPerStep: with the blocks of their shard. kNone: columns are left out.
 enum class ColumnCost { kOnce, kPerStep, kNone };
 
