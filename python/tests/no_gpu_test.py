@@ -17,6 +17,7 @@ VERBS = [
     ["bench", "train", "--config", "{config}", "--set", "train.device=cuda"],
     ["bench", "train", "--config", "{config}", "--set", "train.device=cuda"]
     + ["--set", "model.dtype=bf16", "--ranks", "2"],
+    ["bench", "train", "--config", "{config}", "--device", "cuda", "--nproc", "2"],
     ["eval", "perplexity", "--checkpoint", "{out}", "--data", "{data}"]
     + ["--set", "train.device=cuda"],
     ATTENTION,
