@@ -294,7 +294,8 @@ sim::RunShape run_shape(const train::RunConfig& config, const train::ResolvedRun
           .recompute_span = config.train.recompute_span,
           .offload_layers = config.train.offload_layers,
           .mlp_tile = config.train.mlp_tile,
-          .loss_chunk = config.train.loss_chunk};
+          .loss_chunk = config.train.loss_chunk,
+          .deterministic = config.attention.deterministic};
 }
 
 int run_plan(int argc, char** argv) {

@@ -66,7 +66,8 @@ TEST(Plan, CountsTheBuffersThatARingAllocates) {
           launch.world_size = 4;
           launch.local_world_size = 2;
           const train::ResolvedRun resolved = train::resolve(config, launch);
-          const sim::RunShape run = run_shape(config, resolved);
+          sim::RunShape run = run_shape(config, resolved);
+          run.on_gpu = false;  // whose buffers these are not
           std::vector<int64_t> allocated(4);
           comm::run_loopback(4, [&](comm::Transport& transport) {
             at::set_num_threads(1);

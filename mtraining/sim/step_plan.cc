@@ -16,8 +16,6 @@ constexpr int64_t kStateBytes = 4;  // out, lse, gradients of attention; masters
 /// Gradients that travel together, and how many such buckets are under way.
 constexpr int64_t kBucketBytes = int64_t{32} << 20;
 constexpr int64_t kBucketsUnderWay = 2;
-/// Of attention's result in the type of the state at a time (attention/ring_attention.cc).
-constexpr int64_t kHeldBytes = int64_t{256} << 20;
 /// Of a GPU's matrix library, for the thread of forward and that of backward.
 constexpr int64_t kMatrixWorkspaceBytes = 2 * (int64_t{32} << 20);
 /// Tokens of a run of a GPU's MLP without tiles (model/device_layer.h).
@@ -83,13 +81,15 @@ ring::ScheduleOptions schedule_of(const RunShape& run) {
 int64_t layer_activation_bytes(const DecoderSizes& m, const RunShape& run) {
   const int64_t n = tokens_of(run), q = m.num_q_heads * m.head_dim,
                 kv = m.num_kv_heads * m.head_dim;
-  // Input and normed input of both halves; q, k, v; out, and in low precision what its rounding lost; of the MLP gate and up.
-  int64_t elements = 4 * m.hidden_size + q + 2 * kv + q * (is_low_precision(run) ? 2 : 1);
+  // The inputs of both halves; q, k, v; out, and in low precision what its rounding lost; of the MLP gate and up.
+  int64_t elements = 2 * m.hidden_size + q + 2 * kv + q * (is_low_precision(run) ? 2 : 1);
   if (run.mlp_tile == 0) elements += 2 * m.intermediate_size;
-  int64_t bytes = elements * run.element_bytes + (m.num_q_heads + 2) * kStateBytes;
-  // Norms that are no single kernel also keep the value before the weight, and in low precision their input in float32.
+  if (run.on_gpu && m.qk_norm) elements += q + kv;  // before their norms
+  int64_t bytes = elements * run.element_bytes + m.num_q_heads * kStateBytes;
+  if (run.on_gpu && m.qk_norm) bytes += (m.num_q_heads + m.num_kv_heads) * kStateBytes;
+  // A CPU keeps what the norms return, the value before their weight, and in low precision their input in float32.
   if (!run.on_gpu) {
-    bytes += 2 * m.hidden_size * run.element_bytes;
+    bytes += 4 * m.hidden_size * run.element_bytes + 2 * kStateBytes;
     if (is_low_precision(run)) bytes += 2 * m.hidden_size * kStateBytes;
   }
   return n * bytes;
@@ -118,8 +118,10 @@ int64_t ring_buffer_bytes(const DecoderSizes& m, const RunShape& run) {
   const int64_t grad_state = 2 * n * m.num_kv_heads * m.head_dim * kStateBytes;
   bytes += backward.num_grad_slots * grad_state;
   if (run.wire_element_bytes != kStateBytes) bytes += backward.num_grad_slots * sizes.grad_bytes();
-  bytes += q_bytes;                          // dq, and in low precision forward's out in its place
+  if (!run.on_gpu) bytes += q_bytes;         // dq, and in low precision forward's out in its place
   bytes += n * m.num_q_heads * kStateBytes;  // delta
+  // Backward's workspace on a GPU, but for columns: lse and delta again, by block.
+  if (run.on_gpu) bytes += n * m.num_q_heads * 2 * kStateBytes;
   return bytes;
 }
 
@@ -152,31 +154,44 @@ int64_t gradients_under_way(const DecoderSizes& m, const RunShape& run) {
   return bytes;
 }
 
-/// The layer that backward is in: its activations again, their gradients, one tile of the MLP.
-int64_t working_bytes(const DecoderSizes& m, const RunShape& run) {
+/// The layer that backward is in, on a CPU: its activations again, their gradients, one tile of the MLP.
+int64_t working_bytes_on_cpu(const DecoderSizes& m, const RunShape& run) {
   const int64_t n = tokens_of(run), input = n * m.hidden_size * run.element_bytes;
-  const int64_t attended = n * m.num_q_heads * m.head_dim * run.element_bytes;
-  const int64_t layer = layer_activation_bytes(m, run);
-  const int64_t again = run.recompute == RecomputeMode::kNone ? 0 : layer;
-  if (!run.on_gpu) {
-    const int64_t tile = run.mlp_tile == 0 ? n : std::min(n, run.mlp_tile);
-    const int64_t mlp_work = 4 * tile * m.intermediate_size * run.element_bytes;
-    return again + (run.mlp_tile == 0 ? 0 : mlp_work) + mlp_work / 2 + 2 * input;
-  }
+  const int64_t again = run.recompute == RecomputeMode::kNone ? 0 : layer_activation_bytes(m, run);
+  const int64_t tile = run.mlp_tile == 0 ? n : std::min(n, run.mlp_tile);
+  const int64_t mlp_work = 4 * tile * m.intermediate_size * run.element_bytes;
+  return again + (run.mlp_tile == 0 ? 0 : mlp_work) + mlp_work / 2 + 2 * input;
+}
+
+/// The same on a GPU, at the largest of three moments (model/layer_gradient.h; without recomputation model/device_layer.h).
+int64_t working_bytes_on_gpu(const DecoderSizes& m, const RunShape& run) {
+  const bool again = run.recompute != RecomputeMode::kNone;
+  const int64_t n = tokens_of(run), e = run.element_bytes;
+  const int64_t q = m.num_q_heads * m.head_dim, kv = 2 * m.num_kv_heads * m.head_dim;
+  const int64_t input = n * m.hidden_size * e, attended = n * q * e, keys = n * kv * e;
   const int64_t tile = std::min(n, run.mlp_tile == 0 ? kMlpRunOnGpu : run.mlp_tile);
-  const int64_t mlp = 3 * tile * m.intermediate_size * run.element_bytes;
-  // The layer's input is among what is kept, or has been made again for a span; attention's result too where it is kept.
-  int64_t kept_already = 0;
-  if (run.recompute == RecomputeMode::kExceptAttention)
-    kept_already = kept_layer_bytes(m, run) - input;
-  int64_t bytes = again - kept_already + (run.recompute_span - 1) * input;
-  if (run.recompute != RecomputeMode::kNone) bytes -= input;
-  bytes += 2 * input;  // gradients of the layer's output and of the sum after attention
-  // In the MLP a tile, then the gradient of attention's result. In attention, when two of the MLP's activations have gone, that
-  // gradient and attention's result in the state's type, twice, some heads at a time.
-  const int64_t sums = tile < n ? 3 * m.hidden_size * m.intermediate_size * kStateBytes : 0;
-  const int64_t held = std::min(attended / run.element_bytes * kStateBytes, kHeldBytes);
-  return bytes + std::max(std::max(attended, mlp) + sums, attended + 2 * held - 2 * input);
+  // The gradient of the output, which becomes that of the input where nothing else keeps it; a span's inputs made again.
+  const int64_t always = (again ? 1 : 2) * input + (run.recompute_span - 1) * input;
+  const int64_t heads = again ? attended + keys : 0;  // q, k, v
+  int64_t result = 0;                                 // of attention's second run
+  if (run.recompute == RecomputeMode::kLayer)
+    result = attended * (is_low_precision(run) ? 2 : 1) + n * m.num_q_heads * kStateBytes;
+  // The MLP, run by run: gate and up, their product, norms; the gradient of attention's result comes; sums over several runs.
+  const int64_t products = (3 * m.intermediate_size + q) * m.hidden_size;
+  const int64_t sums = tile < n ? products * kStateBytes : 0;
+  const int64_t mlp = tile * (3 * m.intermediate_size + 3 * m.hidden_size) * e + sums;
+  const int64_t in_mlp = heads + result + attended + mlp;
+  // Attention: when its result has gone, dq; where it is summed over launches in the state's type, then rounded.
+  const bool in_one_go = run.deterministic && is_low_precision(run) && run.topology.cp_size() == 1;
+  const int64_t dq = in_one_go ? attended : n * q * kStateBytes;
+  const int64_t copies = keys;  // k and v contiguous
+  const int64_t in_attention = heads + attended + copies + dq;
+  const int64_t rounded = (again ? 0 : attended) + dq + (in_one_go ? 0 : attended) + keys;
+  return always + std::max({in_mlp, in_attention, rounded});
+}
+
+int64_t working_bytes(const DecoderSizes& m, const RunShape& run) {
+  return run.on_gpu ? working_bytes_on_gpu(m, run) : working_bytes_on_cpu(m, run);
 }
 
 }  // namespace
@@ -270,7 +285,8 @@ namespace {
 bool columns_travel(const DecoderSizes& model, const RunShape& run, const index::Index& index) {
   const bool any = std::any_of(index.columns.counts.begin(), index.columns.counts.end(),
                                [](int32_t count) { return count > 0; });
-  return any && run.columns_once && run.topology.cp_size() > 1 &&
+  return any && run.columns_once &&
+         ring::num_launches(ring::forward_schedule(schedule_of(run), 0)) > 1 &&
          !index::union_too_large(index, static_cast<int>(model.num_kv_heads));
 }
 

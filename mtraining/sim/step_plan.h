@@ -53,7 +53,8 @@ struct RunShape {
   int64_t offload_layers = 0;
   int64_t mlp_tile = 0;
   int64_t loss_chunk = 1024;
-  bool on_gpu = true;  ///< false: as torch computes on a CPU
+  bool deterministic = true;  ///< attention's backward; then a GPU of one rank sums dq in one go
+  bool on_gpu = true;         ///< false: as torch computes on a CPU
 
   int ranks() const { return topology.cp_size() * dp_size; }
 };
@@ -77,7 +78,7 @@ struct KeptBytes {
   int64_t device = 0, host = 0;
 };
 KeptBytes kept_bytes(const DecoderSizes& model, const RunShape& run);
-/// Slots of the rings and float32 state that all layers share; gathered columns apart.
+/// Slots of the rings and, on a CPU, the float32 state that all layers share; gathered columns apart.
 int64_t ring_buffer_bytes(const DecoderSizes& model, const RunShape& run);
 
 /// A pattern of about this density, half diagonals, half columns; columns of different heads differ, as real ones do. Batch 1.

@@ -102,6 +102,34 @@ TEST(StepPlan, RecomputationKeepsLessAndActivationsFollowTokens) {
   EXPECT_EQ(kept_layer_bytes(qwen_3b(), run), 16384 * 2048 * 2);
 }
 
+// docs/math/plan.md counts them: in units of a layer's input q, k, v are 1.25, attention's result and its gradient 3, the gradient of
+// the output 1; dq in float32 is 2 where the result was.
+TEST(StepPlan, TheLayerAtWorkOnAGpuIsCountedInUnitsOfItsInput) {
+  RunShape run;
+  run.topology = {1, 1};
+  run.recompute = RecomputeMode::kLayer;
+  run.mlp_tile = 64;
+  run.loss_chunk = 64;
+  const DecoderSizes m = qwen_3b();
+  for (const int64_t seq_len : {1 << 19, 1 << 21}) {
+    run.seq_len = seq_len;
+    const double input = static_cast<double>(seq_len * m.hidden_size * 2);
+    const auto units = [&] {
+      return static_cast<double>(
+                 by_name(memory_plan(m, run)).at("activations of the layer at work").bytes) /
+             input;
+    };
+    run.deterministic = true;
+    run.recompute_span = 1;
+    const double one = units();
+    EXPECT_NEAR(one, 1 + 1.25 + 3 + 4. * 16 / 4096, .3 * (1 << 19) / static_cast<double>(seq_len));
+    run.recompute_span = 6;
+    EXPECT_NEAR(units(), one + 5, 1e-9);
+    run.deterministic = false;  // in attention q, k, v, k and v again, two gradients
+    EXPECT_GE(units(), 5 + 1 + 1.25 + .25 + 1 + 2);
+  }
+}
+
 TEST(StepPlan, AFlatRingsHopsAreCountedOneByOne) {
   RunShape run = run_of_3b();
   run.ring = ring::RingKind::kFlat;

@@ -299,7 +299,8 @@ TEST(Recompute, WhatASecondRunThrowsReachesTheCallerOfBackward) {
                                     const at::Tensor& v, const KeptAttention&) {
                                   if (++again == 2) throw GivenUp();
                                   return q + (k.sum() + v.sum()) * 0;
-                                }};
+                                },
+                                {}};
     const at::Tensor h = decoder.forward(at::zeros({1, 9}, at::kLong), at::arange(9, at::kLong),
                                          recomputed_layers(decoder, Recompute::kLayer, attend));
     EXPECT_THROW(torch::autograd::backward({h.sum()}, {}), GivenUp);
