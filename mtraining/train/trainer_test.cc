@@ -413,8 +413,7 @@ TEST(Trainer, WhatIsNoTrainStepLeavesNoSpans) {
 
 TEST(Trainer, WeightsOfOneProductLieBehindOneAnotherHoweverParametersAreKept) {
   const TinyData data("trainer_places");
-  RunConfig config = tiny_config(data);
-  config.model.attention_bias = true;
+  RunConfig config = tiny_config(data);  // with biases of q, k and v
   for (const int zero : {0, 2}) {
     config.parallel.zero = zero;
     topology::LaunchEnvironment launch;

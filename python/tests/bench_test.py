@@ -2,14 +2,13 @@
 
 import json
 import math
-import subprocess
 
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
 from mtraining import benchmarks
-from python.tests.conftest import assert_one_sentence
+from python.tests.conftest import assert_one_sentence, rows_of, run_text
 
 HEADS, KV_HEADS, LENGTH, DIM, WINDOW, BLOCK = 4, 2, 1000, 32, 64, 64
 
@@ -18,22 +17,9 @@ HEADS, KV_HEADS, LENGTH, DIM, WINDOW, BLOCK = 4, 2, 1000, 32, 64, 64
 def bench(binary, tmp_path, environment):
     def run(*arguments: object, timeout: float = 60):
         command = [str(binary), "bench", *map(str, arguments)]
-        return subprocess.run(
-            command,
-            cwd=tmp_path,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-            check=False,
-        )
+        return run_text(command, cwd=tmp_path, env=environment, timeout=timeout)
 
     return run
-
-
-def rows_of(result) -> list[dict]:
-    assert result.returncode == 0, result.stderr
-    return [json.loads(line) for line in result.stdout.splitlines()]
 
 
 def structured_qk() -> tuple[np.ndarray, np.ndarray]:
@@ -298,6 +284,18 @@ def test_fewer_layers_and_a_dense_arm_in_one_run(bench, job):
         (("--device", "tpu"), ("train.device", "tpu")),
     ]:
         assert_one_sentence(bench("train", "--config", job.config, *arguments), *parts)
+
+
+def test_an_index_is_chosen_beside_a_given_pattern_unless_told_otherwise(bench, job):
+    heads = [{"offset_ranges": [[0, 64]], "columns": [0, 3]}] * 4
+    pattern = {"name": "few", "seq_len": 256, "heads": heads}
+    (job.folder / "few.json").write_text(json.dumps(pattern))
+    options = ["--config", job.config, "--steps", 1, "--warm-up", 0, "--breakdown"]
+    options += ["--set", "attention.pattern=fixed", "--set", "attention.pattern_file=few.json"]
+    for more, chosen in [((), True), (("--set", "attention.estimate=false"), False)]:
+        row, *parts = rows_of(bench("train", *options, *more))
+        assert row["pattern"] == "sparse" and row["attention_density"] < 1
+        assert any(part["part"] == "ring: index" for part in parts) == chosen, parts
 
 
 def test_tables_compare_equal_work_alone(tmp_path):
