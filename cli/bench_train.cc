@@ -1,4 +1,3 @@
-#include <c10/util/Exception.h>
 #include <signal.h>
 #include <unistd.h>
 
@@ -84,23 +83,14 @@ void print_rows_as_rank(const std::string& file, const std::vector<Override>& ov
   ::sigprocmask(SIG_SETMASK, &none, nullptr);
   const topology::LaunchEnvironment launch = topology::read_launch_environment();
   options.ranks = {1, launch.world_size};
-  int code = 1;
-  std::string message;
+  Failure failure;
   try {
     return print_rows(file, overrides, launch, std::move(options), breakdown);
-  } catch (const InvalidArgument& error) {
-    code = 2;
-    message = error.what();
-  } catch (const Unsupported& error) {
-    code = 2;
-    message = error.what();
-  } catch (const c10::Error& error) {
-    message = error.what_without_backtrace();
   } catch (const std::exception& error) {
-    message = error.what();
+    failure = failure_of(error);
   }
-  report_error(launch.rank, code, message.substr(0, message.find('\n')));
-  ::_exit(code);
+  report_error(launch.rank, failure.exit_code, failure.message);
+  ::_exit(failure.exit_code);
 }
 
 }  // namespace

@@ -37,4 +37,15 @@ void choose_device(LoadedConfig& loaded, const topology::LaunchEnvironment& laun
     config.model.dtype = at::kBFloat16;
 }
 
+train::ResolvedRun resolve_here(LoadedConfig& loaded, const topology::LaunchEnvironment& launch) {
+  try {
+    choose_device(loaded, launch);
+    return train::resolve(loaded.config, launch);
+  } catch (const InvalidArgument& error) {
+    throw InvalidArgument(with_place(loaded, error.what()));
+  } catch (const Unsupported& error) {
+    throw Unsupported(with_place(loaded, error.what()));
+  }
+}
+
 }  // namespace mtraining::cli

@@ -15,4 +15,7 @@ namespace mtraining::cli {
 /// Errors: Unsupported: a build without CUDA; InvalidArgument: fewer GPUs than ranks on this machine.
 void choose_device(LoadedConfig& loaded, const topology::LaunchEnvironment& launch);
 
+/// choose_device, then train::resolve. Errors of both, with the place of the key that they begin with.
+train::ResolvedRun resolve_here(LoadedConfig& loaded, const topology::LaunchEnvironment& launch);
+
 }  // namespace mtraining::cli

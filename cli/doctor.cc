@@ -4,10 +4,8 @@
 #include <dlfcn.h>
 #include <torch/version.h>
 
-#include <cerrno>
 #include <cstdio>
 #include <cstdlib>
-#include <cstring>
 #include <iostream>
 #include <nlohmann/json.hpp>
 #include <optional>
@@ -353,8 +351,6 @@ void print(const Report& report, bool as_json) {
     }
     std::cout << (report.usable() ? "training runs here" : "training does not run here") << "\n";
   }
-  MT_CHECK_EXTERNAL(std::cout.flush().good(),
-                    "standard output cannot be written: ", std::strerror(errno));
 }
 
 }  // namespace

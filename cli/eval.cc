@@ -1,29 +1,23 @@
 #include "cli/eval.h"
 
-#include <ATen/Parallel.h>
-
 #include <CLI/CLI.hpp>
 #include <algorithm>
-#include <cerrno>
 #include <chrono>
 #include <cmath>
-#include <cstring>
 #include <iostream>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <vector>
 
-#include "cli/config_file.h"
 #include "cli/convert.h"
-#include "cli/device.h"
+#include "cli/eval_tasks.h"
 #include "cli/parse_options.h"
+#include "cli/weights_run.h"
 #include "mtraining/base/check.h"
-#include "mtraining/base/parallel.h"
 #include "mtraining/comm/loopback.h"
 #include "mtraining/data/token_file.h"
 #include "mtraining/model/hf_config.h"
-#include "mtraining/train/device.h"
 #include "mtraining/train/score.h"
 
 namespace mtraining::cli {
@@ -32,24 +26,27 @@ namespace {
 using Json = nlohmann::ordered_json;
 
 constexpr const char* kHelp =
-    R"(usage: mtraining eval perplexity --checkpoint DIR --data FILE [options]
+    R"(usage: mtraining eval perplexity|needle|ruler|infinitebench --checkpoint DIR --data FILE [options]
 
-  perplexity  the mean loss of the weights over a token file, each token once, dense and with sparse patterns
+  perplexity     the mean loss of the weights over a token file, each token once
+  needle         answers to questions about a sentence in a long text, by length and depth
+  ruler          RULER's tasks: retrieval, tracing, counting, questions
+  infinitebench  InfiniteBench's tasks: retrieval, books, dialogue, code, arithmetic
 
-One JSON object a line. mtraining eval perplexity --help tells more.
+Dense and with sparse patterns, one JSON object a line. mtraining eval perplexity --help and mtraining eval needle --help tell more;
+python -m mtraining.tasks makes the files of needle, ruler and infinitebench.
 
 examples:
   mtraining eval perplexity --checkpoint runs/quickstart --data data/python/valid
   mtraining eval perplexity --checkpoint models/base --data book --window 32768 --attention dense vertical_slash --set attention.p_slash=0.95
+  mtraining eval needle --checkpoint models/base --data needle.jsonl --attention dense vertical_slash --out needle.out.jsonl
 )";
-/// Kinds of parts that are not built.
-const std::vector<std::string> kLater = {"needle", "ruler", "infinitebench"};
 
 struct Options {
-  std::string checkpoint, data;
-  std::vector<std::string> attention = {"dense", "vertical_slash"}, set;
+  WeightsOptions weights;
+  std::string data;
+  std::vector<std::string> attention = {"dense", "vertical_slash"};
   int64_t window = 0, stride = 0, max_windows = 0;
-  int threads = num_threads();
 };
 
 /// The trained length, or what the file has; an option may say less or more.
@@ -65,7 +62,7 @@ int64_t window_of(const Options& o, const model::HfConfig& config, int64_t token
 }
 
 void perplexity(const Options& o) {
-  const std::string weights = find_weights(o.checkpoint).string();
+  const std::string weights = find_weights(o.weights.checkpoint).string();
   const model::HfConfig hf = model::read_hf_config(weights);
   const int64_t window = window_of(o, hf, data::TokenFile(o.data, hf.vocab_size).num_tokens());
   const int64_t stride = o.stride > 0 ? o.stride : window;
@@ -75,14 +72,12 @@ void perplexity(const Options& o) {
   std::vector<WeightsRun> all;
   std::vector<train::LayerPatterns> patterns;
   for (const std::string& name : o.attention) {
-    all.push_back(configure_weights(weights, o.data, name, window, o.set));
+    all.push_back(configure_weights(weights, o.data, name, window, o.weights.set));
     patterns.push_back(train::layer_patterns(all.back().loaded.config));
   }
   const train::RunConfig& config = all[0].loaded.config;
   const train::ResolvedRun& resolved = all[0].resolved;
-  set_num_threads(o.threads);
-  at::set_num_threads(o.threads);
-  train::enter_device(resolved.device);
+  enter(all[0], o.weights.threads);
   const std::unique_ptr<comm::Transport> transport = comm::make_single();
   train::Scorer scorer(config, resolved, *transport, o.data);
   for (size_t i = 0; i < patterns.size(); ++i) {
@@ -115,46 +110,15 @@ void perplexity(const Options& o) {
 
 }  // namespace
 
-WeightsRun configure_weights(const std::string& weights, const std::string& data,
-                             const std::string& attention, int64_t seq_len,
-                             const std::vector<std::string>& set) {
-  std::vector<Override> overrides = {{"model.init_from", Json(weights).dump()},
-                                     {"data.train", Json(data).dump()},
-                                     {"train.seq_len", std::to_string(seq_len)},
-                                     {"train.steps", "1"},
-                                     {"attention.pattern", Json(attention).dump()}};
-  for (const std::string& text : set) {
-    const size_t equals = text.find('=');
-    MT_CHECK_ARG(equals != std::string::npos && equals > 0, "--set: expected key=value, got '",
-                 text, "'");
-    const Override given{text.substr(0, equals), text.substr(equals + 1)};
-    for (const Override& ours : overrides)
-      MT_CHECK_ARG(ours.key != given.key, "--set ", given.key, ": this verb has an option for it");
-    overrides.push_back(given);
-  }
-  WeightsRun made{configure(overrides), {}};
-  topology::LaunchEnvironment launch;
-  launch.local_world_size = 1;
-  try {
-    choose_device(made.loaded, launch);
-    made.resolved = train::resolve(made.loaded.config, launch);
-  } catch (const InvalidArgument& error) {
-    throw InvalidArgument(with_place(made.loaded, error.what()));
-  } catch (const Unsupported& error) {
-    throw Unsupported(with_place(made.loaded, error.what()));
-  }
-  return made;
-}
-
 int run_eval(int argc, char** argv) {
   const std::string what = argc > 1 ? argv[1] : "";
   if (what == "--help" || what == "-h") {
     std::cout << kHelp;
     return 0;
   }
-  MT_CHECK_SUPPORTED(std::find(kLater.begin(), kLater.end(), what) == kLater.end(), "eval ", what,
-                     ": belongs to a part that is not built");
-  MT_CHECK_ARG(what == "perplexity", "eval: expected perplexity, got ",
+  if (const auto kind = eval::kind_of(what)) return run_eval_tasks(*kind, argc - 1, argv + 1);
+  MT_CHECK_ARG(what == "perplexity",
+               "eval: expected perplexity, needle, ruler or infinitebench, got ",
                what.empty() ? "none" : what, "; see mtraining eval --help");
   CLI::App app("The mean loss of weights over a token file, each token but the first once",
                "mtraining eval perplexity");
@@ -169,7 +133,7 @@ int run_eval(int argc, char** argv) {
       "16384 "
       "--attention vertical_slash --set attention.p_slash=0.95\n");
   Options o;
-  app.add_option("--checkpoint", o.checkpoint, "The weights (required)");
+  add_weights_options(app, o.weights);
   app.add_option("--data", o.data, "The token file (required)");
   app.add_option("--attention", o.attention,
                  "One row each: dense, vertical_slash, fixed, xattention, moba (dense and "
@@ -177,25 +141,13 @@ int run_eval(int argc, char** argv) {
   app.add_option("--window", o.window, "Tokens that are read at once (absent: the trained length)");
   app.add_option("--stride", o.stride, "Tokens between windows (absent: the window)");
   app.add_option("--max-windows", o.max_windows, "The first so many alone (absent: all)");
-  app.add_option("--set", o.set,
-                 "A key of the configuration: attention.p_slash=0.95, model.dtype=bf16")
-      ->expected(1)
-      ->take_all();
-  app.add_option("--threads", o.threads, "Of this process")->capture_default_str();
   if (!parse_options(app, "eval perplexity", argc - 1, argv + 1)) return 0;
-  MT_CHECK_ARG(!o.checkpoint.empty(), "eval perplexity: expected --checkpoint DIR, got none");
+  check_weights_options("eval perplexity", o.weights);
   MT_CHECK_ARG(!o.data.empty(), "eval perplexity: expected --data FILE, got none");
-  const auto positive = [&](const char* flag, int64_t value) {
-    MT_CHECK_ARG(app.count(flag) == 0 || value >= 1, flag, ": expected at least 1, got ", value);
-  };
-  positive("--window", o.window);
-  positive("--stride", o.stride);
-  positive("--max-windows", o.max_windows);
-  MT_CHECK_ARG(o.threads >= 1 && o.threads <= 1024, "--threads: expected 1 to 1024, got ",
-               o.threads);
+  check_positive(app, "--window", o.window);
+  check_positive(app, "--stride", o.stride);
+  check_positive(app, "--max-windows", o.max_windows);
   perplexity(o);
-  MT_CHECK_EXTERNAL(std::cout.flush().good(),
-                    "standard output cannot be written: ", std::strerror(errno));
   return 0;
 }
 

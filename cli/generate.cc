@@ -1,35 +1,28 @@
 #include "cli/generate.h"
 
-#include <ATen/Parallel.h>
-
 #include <CLI/CLI.hpp>
 #include <algorithm>
-#include <cerrno>
-#include <cstring>
 #include <iostream>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <vector>
 
 #include "cli/convert.h"
-#include "cli/eval.h"
 #include "cli/parse_options.h"
+#include "cli/weights_run.h"
 #include "mtraining/base/check.h"
 #include "mtraining/base/json.h"
-#include "mtraining/base/parallel.h"
 #include "mtraining/model/hf_config.h"
-#include "mtraining/train/device.h"
 #include "mtraining/train/generate.h"
 
 namespace mtraining::cli {
 namespace {
 
 struct Options {
-  std::string checkpoint, input, attention = "dense";
-  std::vector<std::string> set;
+  WeightsOptions weights;
+  std::string input, attention = "dense";
   std::vector<int64_t> stops;
   int64_t max_new_tokens = 64;
-  int threads = num_threads();
 };
 
 /// The "ids" of each line that is not blank. Errors: InvalidArgument naming file and line.
@@ -62,7 +55,7 @@ std::vector<std::vector<int64_t>> read_prompts(const std::string& path, int64_t 
 }
 
 void generate(const Options& o) {
-  const std::string weights = find_weights(o.checkpoint).string();
+  const std::string weights = find_weights(o.weights.checkpoint).string();
   const model::HfConfig hf = model::read_hf_config(weights);
   const std::vector<std::vector<int64_t>> prompts = read_prompts(o.input, hf.vocab_size);
   int64_t longest = 0;
@@ -70,15 +63,13 @@ void generate(const Options& o) {
   MT_CHECK_ARG(longest + o.max_new_tokens <= hf.max_position_embeddings, o.input,
                ": expected at most max_position_embeddings - --max-new-tokens = ",
                hf.max_position_embeddings - o.max_new_tokens, " ids a line, got ", longest);
-  std::vector<std::string> set = o.set;
+  std::vector<std::string> set = o.weights.set;
   const bool placed = std::any_of(set.begin(), set.end(), [](const std::string& text) {
     return text.starts_with("train.device=");
   });
   if (!placed) set.emplace_back("train.device=cpu");  // a row of work a token: nothing for a GPU
   const WeightsRun run = configure_weights(weights, o.input, o.attention, longest, set);
-  set_num_threads(o.threads);
-  at::set_num_threads(o.threads);
-  train::enter_device(run.resolved.device);
+  enter(run, o.weights.threads);
   train::Generator generator(run.loaded.config, run.resolved);
   for (const std::vector<int64_t>& ids : prompts) {
     const nlohmann::ordered_json row = {
@@ -102,28 +93,19 @@ int run_generate(int argc, char** argv) {
       "  mtraining generate --checkpoint models/base --input prompts.jsonl --attention "
       "vertical_slash --max-new-tokens 32 --stop-id 2\n");
   Options o;
-  app.add_option("--checkpoint", o.checkpoint, "The weights (required)");
+  add_weights_options(app, o.weights);
   app.add_option("--input", o.input, "JSON lines with \"ids\" (required)");
   app.add_option("--attention", o.attention,
                  "Over the prompt: dense, vertical_slash, fixed, xattention, moba")
       ->capture_default_str();
   app.add_option("--max-new-tokens", o.max_new_tokens, "At most, a line")->capture_default_str();
   app.add_option("--stop-id", o.stops, "An id after which a line ends; several may be given");
-  app.add_option("--set", o.set,
-                 "A key of the configuration: attention.p_slash=0.95, model.dtype=bf16")
-      ->expected(1)
-      ->take_all();
-  app.add_option("--threads", o.threads, "Of this process")->capture_default_str();
   if (!parse_options(app, "generate", argc, argv)) return 0;
-  MT_CHECK_ARG(!o.checkpoint.empty(), "generate: expected --checkpoint DIR, got none");
+  check_weights_options("generate", o.weights);
   MT_CHECK_ARG(!o.input.empty(), "generate: expected --input FILE.jsonl, got none");
   MT_CHECK_ARG(o.max_new_tokens >= 1 && o.max_new_tokens <= int64_t{1} << 31,
                "--max-new-tokens: expected at least 1, got ", o.max_new_tokens);
-  MT_CHECK_ARG(o.threads >= 1 && o.threads <= 1024, "--threads: expected 1 to 1024, got ",
-               o.threads);
   generate(o);
-  MT_CHECK_EXTERNAL(std::cout.flush().good(),
-                    "standard output cannot be written: ", std::strerror(errno));
   return 0;
 }
 

@@ -1,5 +1,6 @@
 #include "cli/launcher.h"
 
+#include <c10/util/Exception.h>
 #include <fcntl.h>
 #include <poll.h>
 #include <signal.h>
@@ -202,6 +203,16 @@ int launch(const LaunchOptions& options) {
 }
 
 bool started_by_launch() { return std::getenv(kErrorFd) != nullptr; }
+
+Failure failure_of(const std::exception& error) {
+  const bool is_mistake = dynamic_cast<const InvalidArgument*>(&error) != nullptr ||
+                          dynamic_cast<const Unsupported*>(&error) != nullptr;
+  const auto* of_torch = dynamic_cast<const c10::Error*>(&error);
+  Failure failure{is_mistake ? 2 : 1,
+                  of_torch != nullptr ? of_torch->what_without_backtrace() : error.what()};
+  std::replace(failure.message.begin(), failure.message.end(), '\n', ' ');
+  return failure;
+}
 
 void report_error(int rank, int exit_code, const std::string& message) {
   const char* fd = std::getenv(kErrorFd);

@@ -8,6 +8,7 @@
 // have not stopped when the grace time is over are killed. If the launcher itself is killed, the kernel ends its children.
 #pragma once
 
+#include <exception>
 #include <string>
 #include <vector>
 
@@ -25,6 +26,13 @@ int launch(const LaunchOptions& options);
 
 /// Whether this process is a child of launch().
 bool started_by_launch();
+
+/// What an error means to whoever started this process: 2 and its words for a user's mistake, 1 for a failure.
+struct Failure {
+  int exit_code = 1;
+  std::string message;  ///< one line
+};
+Failure failure_of(const std::exception& error);
 
 /// In a child of launch(): sends the cause to the launcher, which prints it. Otherwise (torchrun, a single process) prints it.
 void report_error(int rank, int exit_code, const std::string& message);

@@ -1,8 +1,6 @@
 // The executable: finds the verb, turns errors into one line and an exit code.
-#include <c10/util/Exception.h>
 #include <signal.h>
 
-#include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <exception>
@@ -16,6 +14,7 @@
 #include "cli/eval.h"
 #include "cli/generate.h"
 #include "cli/inspect.h"
+#include "cli/launcher.h"
 #include "cli/nearest.h"
 #include "cli/plan.h"
 #include "cli/simulate.h"
@@ -31,10 +30,11 @@ struct Verb {
       int argc,
       char** argv);  ///< argv[0] is the verb; an exit code, or one of the errors of base/check.h
   const char* what;
+  bool prints_results = true;  ///< a run whose progress nobody reads goes on
 };
 
 constexpr Verb kVerbs[] = {
-    {"train", mtraining::cli::run_train, "trains a model over context-parallel ranks"},
+    {"train", mtraining::cli::run_train, "trains a model over context-parallel ranks", false},
     {"simulate", mtraining::cli::run_simulate,
      "predicts imbalance, bytes and time of a ring without running it"},
     {"plan", mtraining::cli::run_plan,
@@ -43,7 +43,8 @@ constexpr Verb kVerbs[] = {
      "measures attention, the ring or train steps on this machine"},
     {"doctor", mtraining::cli::run_doctor,
      "what this machine has for training, and what it lacks, with the remedy"},
-    {"eval", mtraining::cli::run_eval, "the loss of a checkpoint's weights, dense and sparse"},
+    {"eval", mtraining::cli::run_eval,
+     "a checkpoint's loss on a text, or its scores on a long-context test, dense and sparse"},
     {"generate", mtraining::cli::run_generate, "continues lines of token ids greedily"},
     {"inspect", mtraining::cli::run_inspect,
      "what a token file, a checkpoint or a run's folder holds"},
@@ -70,28 +71,28 @@ std::string help() {
   return text + kExamples;
 }
 
+void check_output() {
+  MT_CHECK_EXTERNAL(std::cout.flush().good(),
+                    "standard output cannot be written: ", std::strerror(errno));
+}
+
 int dispatch(int argc, char** argv) {
   const std::string verb = argc > 1 ? argv[1] : "";
   if (verb.empty() || verb == "--help" || verb == "-h" || verb == "help") {
     std::cout << help();
-    MT_CHECK_EXTERNAL(std::cout.flush().good(),
-                      "standard output cannot be written: ", std::strerror(errno));
+    check_output();
     return verb.empty() ? 2 : 0;
   }
   std::vector<std::string> names;
   for (const Verb& known : kVerbs) {
-    if (verb == known.name) return known.run(argc - 1, argv + 1);
     names.emplace_back(known.name);
+    if (verb != known.name) continue;
+    const int code = known.run(argc - 1, argv + 1);
+    if (known.prints_results) check_output();
+    return code;
   }
   throw mtraining::InvalidArgument(mtraining::concat(
       "unknown verb ", verb, "; nearest known verb: ", mtraining::cli::nearest(verb, names)));
-}
-
-int fail(int code, std::string message) {
-  std::replace(message.begin(), message.end(), '\n', ' ');
-  std::cout << std::flush;
-  std::cerr << "mtraining: error: " << message << std::endl;
-  return code;
 }
 
 /// Before the libraries' own initialisers, which take a while: a job may be stopped in its first second.
@@ -108,13 +109,10 @@ void before_libraries(int argc, char** argv, char** environment) {
 int main(int argc, char** argv) {
   try {
     return dispatch(argc, argv);
-  } catch (const mtraining::InvalidArgument& error) {
-    return fail(2, error.what());
-  } catch (const mtraining::Unsupported& error) {
-    return fail(2, error.what());
-  } catch (const c10::Error& error) {
-    return fail(1, error.what_without_backtrace());
   } catch (const std::exception& error) {
-    return fail(1, error.what());
+    const mtraining::cli::Failure failure = mtraining::cli::failure_of(error);
+    std::cout << std::flush;
+    std::cerr << "mtraining: error: " << failure.message << std::endl;
+    return failure.exit_code;
   }
 }

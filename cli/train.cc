@@ -1,7 +1,6 @@
 #include "cli/train.h"
 
 #include <ATen/Parallel.h>
-#include <c10/util/Exception.h>
 #include <c10/util/Logging.h>
 #include <malloc.h>
 #include <netdb.h>
@@ -347,11 +346,6 @@ void check_printed() {
                     "standard output cannot be written: ", std::strerror(errno));
 }
 
-std::string one_line(std::string text) {
-  std::replace(text.begin(), text.end(), '\n', ' ');
-  return text;
-}
-
 }  // namespace
 
 int run_train(int argc, char** argv) {
@@ -378,15 +372,7 @@ int run_train(int argc, char** argv) {
   }
   LoadedConfig loaded = load_config(arguments.config, arguments.overrides);
   loaded.config.out = arguments.out.empty() ? default_out(arguments.config) : arguments.out;
-  train::ResolvedRun resolved;
-  try {
-    choose_device(loaded, launch);
-    resolved = train::resolve(loaded.config, launch);
-  } catch (const InvalidArgument& error) {
-    throw InvalidArgument(with_place(loaded, error.what()));
-  } catch (const Unsupported& error) {
-    throw Unsupported(with_place(loaded, error.what()));
-  }
+  const train::ResolvedRun resolved = resolve_here(loaded, launch);
   if (arguments.dry_run) {
     const Start start = choose_start(arguments.resume, loaded.config, resolved.steps);
     if (launching || launch.rank == 0)
@@ -404,33 +390,24 @@ int run_train(int argc, char** argv) {
     return train_here(loaded.config, resolved, launch, arguments.resume, connections);
 
   // One rank of several. Whatever fails ends this process at once: destructors could wait for peers that wait for us.
-  int code = 1;
-  std::string message;
+  Failure failure;
   try {
     const int result = train_here(loaded.config, resolved, launch, arguments.resume, connections);
     std::cout << std::flush;
     return result;
-  } catch (const InvalidArgument& error) {
-    code = 2;
-    message = error.what();
-  } catch (const Unsupported& error) {
-    code = 2;
-    message = error.what();
-  } catch (const c10::Error& error) {
-    message = error.what_without_backtrace();
   } catch (const std::exception& error) {
-    message = error.what();
+    failure = failure_of(error);
   }
-  if (code == 1 && error_is_due_to_stop()) {
+  if (failure.exit_code == 1 && error_is_due_to_stop()) {
     if (launch.rank == 0) std::cout << stopped_line() << std::flush;
     ::_exit(0);
   }
   claim_the_end();
-  report_error(launch.rank, code, one_line(message));
+  report_error(launch.rank, failure.exit_code, failure.message);
   // Not every launcher ends the others: they may be waiting for this rank to open a communicator.
-  if (connections.meeting) connections.meeting->fail(one_line(message));
-  if (connections.transport) connections.transport->abort(one_line(message));
-  ::_exit(code);
+  if (connections.meeting) connections.meeting->fail(failure.message);
+  if (connections.transport) connections.transport->abort(failure.message);
+  ::_exit(failure.exit_code);
 }
 
 }  // namespace mtraining::cli

@@ -171,7 +171,7 @@ Sample parse_sample(const std::string& line, const std::string& where, int64_t o
   MT_CHECK_ARG(facts.prompt_tokens + more <= limits.max_tokens, where, ": ", facts.prompt_tokens,
                " ids and ", more, sample.is_choice() ? " of an option" : " new ones",
                ": expected at most ", limits.max_tokens,
-               " together, the model's max_position_embeddings");
+               " together, the model's max_position_embeddings unless --max-tokens says more");
   return sample;
 }
 

@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <optional>
 
 #include "mtraining/attention/autograd.h"
 #include "mtraining/base/check.h"
@@ -10,9 +11,16 @@
 #include "mtraining/checkpoint/weight_folder.h"
 #include "mtraining/checkpoint/weights.h"
 #include "mtraining/comm/loopback.h"
+#include "mtraining/index/index.h"
 #include "mtraining/train/layer_patterns.h"
 
 namespace mtraining::train {
+namespace {
+
+/// Tokens of an option that are read at once: their mask has a row of the whole cache each.
+constexpr size_t kRun = 32;
+
+}  // namespace
 
 struct Generator::State {
   RunConfig config;
@@ -20,6 +28,7 @@ struct Generator::State {
   std::unique_ptr<comm::Transport> transport = comm::make_single();
   model::Decoder decoder;
   std::vector<at::Tensor> keys, values;  // [layers] of [1, Hk, capacity, D]
+  double density = 0;                    // of the last prompt
 
   State(const RunConfig& c, const ResolvedRun& r)
       : config(c),
@@ -46,18 +55,29 @@ struct Generator::State {
     values[layer].narrow(2, first, count).copy_(v.narrow(1, 0, count).transpose(1, 2));
   }
 
-  int64_t best(const at::Tensor& hidden, int64_t row) const {
-    const at::Tensor logits =
-        at::matmul(decoder.head_weight(), hidden.reshape({-1, hidden.size(-1)})[row])
-            .to(at::kFloat);
-    const at::Tensor host = logits.cpu();
-    const float* scores = host.const_data_ptr<float>();
+  /// float32 [vocab] on the host, of hidden's row.
+  at::Tensor logits(const at::Tensor& hidden, int64_t row) const {
+    at::Tensor host = at::matmul(decoder.head_weight(), hidden.reshape({-1, hidden.size(-1)})[row])
+                          .to(at::kFloat)
+                          .cpu();
     MT_CHECK_FINITE(host.isfinite().all().item<bool>(), *config.init_from,
                     ": logits are not finite: expected weights that are");
-    return std::max_element(scores, scores + host.numel()) - scores;  // the first of equals
+    return host;
+  }
+  static int64_t best(const at::Tensor& logits) {
+    const float* scores = logits.const_data_ptr<float>();
+    return std::max_element(scores, scores + logits.numel()) - scores;  // the first of equals
   }
 
-  int64_t read_prompt(const std::vector<int64_t>& prompt) {
+  void check_ids(const char* what, const std::vector<int64_t>& ids) const {
+    MT_CHECK_ARG(!ids.empty(), what, ": expected at least one id, got none");
+    for (size_t i = 0; i < ids.size(); ++i)
+      MT_CHECK_ARG(ids[i] >= 0 && ids[i] < config.model.vocab_size, what, ": id ", i,
+                   ": expected 0 to ", config.model.vocab_size - 1, ", got ", ids[i]);
+  }
+
+  /// Logits after the prompt; fills the cache.
+  at::Tensor read_prompt(const std::vector<int64_t>& prompt) {
     const auto length = static_cast<int64_t>(prompt.size());
     RunConfig whole = config;
     whole.train.seq_len = length;
@@ -67,6 +87,7 @@ struct Generator::State {
     const std::vector<int64_t> positions = context.layout().positions(0);  // with padding behind
     const at::Tensor ids = at::zeros({1, static_cast<int64_t>(positions.size())}, at::kLong);
     std::copy(prompt.begin(), prompt.end(), ids.mutable_data_ptr<int64_t>());
+    double densities = 0;
     const at::Tensor hidden =
         decoder.forward(ids.to(resolved.device), at::tensor(positions).to(resolved.device),
                         decoder.layers_with([&](int64_t layer, const at::Tensor& q,
@@ -74,25 +95,35 @@ struct Generator::State {
                           keep(layer, 0, length, k, v);
                           attention::AttentionCall call;
                           call.pattern = patterns[layer];
-                          return attention::sparse_ring_attention(context, q, k, v, call).out;
+                          const attention::AttentionOutput output =
+                              attention::sparse_ring_attention(context, q, k, v, call);
+                          densities += index::density(*output.index);
+                          return output.out;
                         }));
-    return best(hidden, length - 1);
+    density = densities / static_cast<double>(config.model.num_hidden_layers);
+    return logits(hidden, length - 1);
   }
 
-  int64_t read_token(int64_t id, int64_t position) {
-    const at::Tensor hidden =
-        decoder.forward(at::full({1, 1}, id, at::kLong).to(resolved.device),
-                        at::full({1}, position, at::kLong).to(resolved.device),
-                        decoder.layers_with([&](int64_t layer, const at::Tensor& q,
-                                                const at::Tensor& k, const at::Tensor& v) {
-                          keep(layer, position, 1, k, v);
-                          return at::scaled_dot_product_attention(
-                                     q.transpose(1, 2), keys[layer].narrow(2, 0, position + 1),
-                                     values[layer].narrow(2, 0, position + 1), std::nullopt, 0,
-                                     false, std::nullopt, q.size(2) != k.size(2))
-                              .transpose(1, 2);
-                        }));
-    return best(hidden, 0);
+  /// Hidden rows [1, n, hidden] of tokens that follow `first` kept ones, kept themselves.
+  at::Tensor read_tokens(std::span<const int64_t> given, int64_t first) {
+    const auto count = static_cast<int64_t>(given.size());
+    const at::Tensor ids = at::empty({1, count}, at::kLong);
+    std::copy(given.begin(), given.end(), ids.mutable_data_ptr<int64_t>());
+    const at::Tensor rows = at::arange(first, first + count, ids.options().device(resolved.device));
+    // A row sees the kept tokens and those of `given` up to its own.
+    std::optional<at::Tensor> mask;
+    if (count > 1)
+      mask = at::arange(first + count, rows.options()).unsqueeze(0) <= rows.unsqueeze(1);
+    return decoder.forward(ids.to(resolved.device), rows,
+                           decoder.layers_with([&](int64_t layer, const at::Tensor& q,
+                                                   const at::Tensor& k, const at::Tensor& v) {
+                             keep(layer, first, count, k, v);
+                             return at::scaled_dot_product_attention(
+                                        q.transpose(1, 2), keys[layer].narrow(2, 0, first + count),
+                                        values[layer].narrow(2, 0, first + count), mask, 0, false,
+                                        std::nullopt, q.size(2) != k.size(2))
+                                 .transpose(1, 2);
+                           }));
   }
 };
 
@@ -109,18 +140,52 @@ std::vector<int64_t> Generator::continue_greedily(const std::vector<int64_t>& pr
                                                   std::span<const int64_t> stops) {
   State& s = *state_;
   const at::NoGradGuard no_grad;
-  MT_CHECK_ARG(!prompt.empty(), "prompt: expected at least one id, got none");
-  for (size_t i = 0; i < prompt.size(); ++i)
-    MT_CHECK_ARG(prompt[i] >= 0 && prompt[i] < s.config.model.vocab_size, "prompt: id ", i,
-                 ": expected 0 to ", s.config.model.vocab_size - 1, ", got ", prompt[i]);
+  s.check_ids("prompt", prompt);
   MT_CHECK_ARG(max_new_tokens >= 1, "max_new_tokens: expected at least 1, got ", max_new_tokens);
   auto position = static_cast<int64_t>(prompt.size());
   s.make_cache(position + max_new_tokens);
-  std::vector<int64_t> made = {s.read_prompt(prompt)};
+  std::vector<int64_t> made = {State::best(s.read_prompt(prompt))};
   while (static_cast<int64_t>(made.size()) < max_new_tokens &&
-         std::find(stops.begin(), stops.end(), made.back()) == stops.end())
-    made.push_back(s.read_token(made.back(), position++));
+         std::find(stops.begin(), stops.end(), made.back()) == stops.end()) {
+    const int64_t last = made.back();
+    made.push_back(State::best(s.logits(s.read_tokens({&last, 1}, position++), 0)));
+  }
   return made;
 }
+
+std::vector<double> Generator::option_log_likelihoods(
+    const std::vector<int64_t>& prompt, const std::vector<std::vector<int64_t>>& options) {
+  State& s = *state_;
+  const at::NoGradGuard no_grad;
+  s.check_ids("prompt", prompt);
+  MT_CHECK_ARG(!options.empty(), "options: expected at least one, got none");
+  size_t longest = 0;
+  for (const std::vector<int64_t>& option : options) {
+    s.check_ids("option", option);
+    longest = std::max(longest, option.size());
+  }
+  const auto position = static_cast<int64_t>(prompt.size());
+  s.make_cache(position + static_cast<int64_t>(longest));
+  const at::Tensor first = at::log_softmax(s.read_prompt(prompt).to(at::kDouble), 0);
+  std::vector<double> sums;
+  for (const std::vector<int64_t>& option : options) {
+    double& sum = sums.emplace_back(first[option[0]].item<double>());
+    for (size_t begin = 0; begin + 1 < option.size(); begin += kRun) {
+      const size_t count = std::min(kRun, option.size() - 1 - begin);
+      const at::Tensor hidden = s.read_tokens(std::span(option).subspan(begin, count),
+                                              position + static_cast<int64_t>(begin));
+      for (size_t i = 0; i < count; ++i) {
+        const at::Tensor next = s.logits(hidden, static_cast<int64_t>(i)).to(at::kDouble);
+        sum += at::log_softmax(next, 0)[option[begin + i + 1]].item<double>();
+      }
+    }
+  }
+  return sums;
+}
+
+void Generator::attend_with(const AttentionSection& attention) {
+  state_->config.attention = attention;
+}
+double Generator::prompt_density() const { return state_->density; }
 
 }  // namespace mtraining::train

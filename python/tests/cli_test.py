@@ -72,6 +72,23 @@ def test_help_has_examples(binary, environment):
         assert "examples:" in result.stdout
 
 
+def test_results_that_cannot_be_printed_are_a_failure(binary, environment):
+    simulate = ["simulate", "--topology", "4x8", "--t-comp-ms", ".51", "--t-intra-ms", ".13"]
+    simulate += ["--t-inter-ms", ".98", "--t-index-ms", "1.13", "--t-cpu-ms", "2.08"]
+    for words in (["eval", "--help"], simulate, ["doctor"]):
+        with open("/dev/full", "w") as full:
+            result = subprocess.run(
+                [str(binary), *words],
+                env=environment,
+                stdout=full,
+                stderr=subprocess.PIPE,
+                text=True,
+                check=False,
+            )
+        result.stdout = ""
+        assert_one_sentence(result, "standard output cannot be written", code=1)
+
+
 def test_a_run_writes_its_folder_and_a_resolved_configuration_that_repeats_it(job):
     result = job.run("--parallel.cp_inner_size", "2", nproc=4)
     assert result.returncode == 0, result.stderr

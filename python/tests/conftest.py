@@ -1,5 +1,6 @@
 """Where the built executable is, for the tests that run it."""
 
+import json
 import os
 import subprocess
 from pathlib import Path
@@ -55,6 +56,35 @@ def binary() -> Path:
     found = find_binary()
     assert found is not None, "no executable in build/*/bin: run ./dev build first"
     return found
+
+
+def run_text(command, *, cwd=None, env=None, timeout: float = 60) -> subprocess.CompletedProcess:
+    """Runs a command to its end, whatever its exit code; what it says as text."""
+    return subprocess.run(
+        [str(word) for word in command],
+        cwd=cwd,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+
+
+def rows_of(result) -> list[dict]:
+    """The JSON object of each line that a verb printed; it must have ended well."""
+    assert result.returncode == 0, result.stderr
+    return [json.loads(line) for line in result.stdout.splitlines()]
+
+
+def tiny_qwen2(**changes):
+    """A configuration of transformers with ids of bytes, without special tokens."""
+    from transformers import Qwen2Config
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    plain = {"vocab_size": 256, "eos_token_id": None, "bos_token_id": None}
+    return Qwen2Config(**(sizes | heads | plain | {"max_position_embeddings": 400} | changes))
 
 
 def assert_one_sentence(result, *parts: str, code: int = 2) -> None:
@@ -119,14 +149,11 @@ class Job:
         return clean_environment()
 
     def run(self, *extra: str, nproc: int | None = None, env: dict | None = None, timeout=60):
-        return subprocess.run(
+        return run_text(
             self.command(*extra, nproc=nproc),
             cwd=self.folder,
             env={**self.environment(), **(env or {})},
-            capture_output=True,
-            text=True,
             timeout=timeout,
-            check=False,
         )
 
 

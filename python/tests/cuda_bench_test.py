@@ -3,12 +3,9 @@
 Marked cuda: without a CUDA device, or an executable built with CUDA, these cases are left out and counted as not run.
 """
 
-import json
-import subprocess
-
 import pytest
 
-from python.tests.conftest import assert_one_sentence
+from python.tests.conftest import assert_one_sentence, rows_of, run_text
 
 pytestmark = pytest.mark.cuda
 
@@ -17,22 +14,9 @@ pytestmark = pytest.mark.cuda
 def bench(binary, tmp_path, environment):
     def run(*arguments: object):
         command = [str(binary), "bench", "attention", "--device", "cuda", *map(str, arguments)]
-        return subprocess.run(
-            command,
-            cwd=tmp_path,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
+        return run_text(command, cwd=tmp_path, env=environment, timeout=120)
 
     return run
-
-
-def rows_of(result) -> list[dict]:
-    assert result.returncode == 0, result.stderr
-    return [json.loads(line) for line in result.stdout.splitlines()]
 
 
 def exact(row, dtype):

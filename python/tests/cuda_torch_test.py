@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import mtraining
+from python.tests.operator_samples import NAMES, operator_samples
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 from dense_reference import structured  # noqa: E402
@@ -25,38 +26,21 @@ EVERY_PAIR = mtraining.VerticalSlash(p_vertical=1.0, p_slash=1.0, dense_threshol
 
 def samples(name):
     """Arguments of an operator, with and without documents."""
-    ops = mtraining.library.ops
-    documents = (torch.arange(200, dtype=torch.int32) // 80 * 80).expand(2, 200).contiguous().cuda()
-    for starts, pattern, dtype in (
-        (None, PATTERN, torch.float16),
-        (documents, PATTERN, torch.bfloat16),
-        (None, CAPPED, torch.bfloat16),
-    ):
-        q, k, v = (x.cuda() for x in structured(2, 200, 4, 2, 64, dtype=dtype))
-        if name == "build_index":
-            yield (q, k, starts, 0.0, *pattern.arguments())
-            continue
-        lists = mtraining.build_index(q, k, pattern=pattern, document_starts=starts).lists()
-        if name == "recall":
-            yield (q, k, *lists, starts, 0.0, 64, "last", 8, 1)
-        elif name == "index_mask":
-            yield (*lists, starts, 200)
-        elif name == "index_pairs":
-            yield (*lists, 200)
-        else:
-            q, k, v = (x.detach().clone().requires_grad_() for x in (q, k, v))
-            attend = (q, k, v, *lists, starts, 0.0)
-            if name == "attend":
-                yield attend
-                continue
-            attended = [x.detach() for x in ops.attend(*attend)]
-            grad = torch.randn_like(q)
-            yield (grad, *(x.detach() for x in (q, k, v)), *attended, *lists, starts, 0.0)
+    return operator_samples(
+        name,
+        lambda dtype: [x.to("cuda") for x in structured(2, 200, 4, 2, 64, dtype=dtype)],
+        200,
+        80,
+        (
+            (PATTERN, torch.float16, False),
+            (PATTERN, torch.bfloat16, True),
+            (CAPPED, torch.bfloat16, False),
+        ),
+        "cuda",
+    )
 
 
-@pytest.mark.parametrize(
-    "name", ["build_index", "attend", "attend_backward", "recall", "index_mask", "index_pairs"]
-)
+@pytest.mark.parametrize("name", NAMES)
 def test_opcheck(name):
     operator = getattr(mtraining.library.ops, name).default
     for arguments in samples(name):

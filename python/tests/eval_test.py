@@ -2,13 +2,18 @@
 
 import json
 import math
-import subprocess
 
 import numpy as np
 import pytest
 from mtraining.prepare import write_token_file
 
-from python.tests.conftest import Job, assert_one_sentence, clean_environment
+from python.tests.conftest import (
+    Job,
+    assert_one_sentence,
+    clean_environment,
+    rows_of,
+    run_text,
+)
 
 PATTERN = ["--set", "attention.last_q=32", "--set", "attention.sink_tokens=8"]
 
@@ -24,25 +29,12 @@ def trained(binary, tmp_path_factory):
 def evaluate(job, *extra: str, checkpoint=None, data=None):
     command = [str(job.binary), "eval", "perplexity"]
     command += ["--checkpoint", str(checkpoint or job.out), "--data", str(data or job.data)]
-    return subprocess.run(
-        [*command, *extra],
-        cwd=job.folder,
-        env=clean_environment(),
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-
-
-def rows(result) -> list[dict]:
-    assert result.returncode == 0, result.stderr
-    return [json.loads(line) for line in result.stdout.splitlines()]
+    return run_text([*command, *extra], cwd=job.folder, env=clean_environment())
 
 
 def test_the_first_window_has_the_losses_that_the_run_reported(trained):
     reported = json.loads((trained.out / "summary.json").read_text())["evaluations"]
-    got = rows(evaluate(trained, "--max-windows", "1", *PATTERN))
+    got = rows_of(evaluate(trained, "--max-windows", "1", *PATTERN))
     assert [row["attention"] for row in got] == ["dense", "vertical_slash"]
     for row, want in zip(got, reported, strict=True):
         assert row["loss"] == want["loss"] and row["scored_tokens"] == 256
@@ -56,7 +48,7 @@ def test_every_token_is_scored_once_whatever_the_windows(trained):
         extra = ["--window", str(window), "--stride", str(stride), "--attention", "dense"]
         data = trained.folder / "short"
         write_token_file(data, [np.arange(700) % 64])
-        (row,) = rows(evaluate(trained, *extra, data=data))
+        (row,) = rows_of(evaluate(trained, *extra, data=data))
         assert row["scored_tokens"] == 699
         assert row["windows"] == math.ceil((699 - window) / stride) + 1
 
@@ -65,7 +57,7 @@ def test_every_pattern_has_its_row(trained):
     extra = ["--attention", "dense", "vertical_slash", "fixed", "xattention", "moba"]
     extra += ["--set", "attention.fixed_columns=9", "--set", "attention.fixed_diagonals=1"]
     extra += ["--set", "attention.moba_chunk=64", "--set", "attention.moba_top_k=2"]
-    got = rows(evaluate(trained, "--max-windows", "2", *extra, *PATTERN))
+    got = rows_of(evaluate(trained, "--max-windows", "2", *extra, *PATTERN))
     assert [row["attention"] for row in got] == extra[1:6]
     assert all(math.isfinite(row["loss"]) for row in got)
     assert got[2]["density"] < got[0]["density"]
@@ -113,12 +105,11 @@ def test_a_flipped_bit_of_the_weights_is_named(trained):
         file.write_bytes(whole)
 
 
-def test_kinds_of_parts_that_are_not_built_are_named(binary):
+def test_kinds_that_there_are_not_are_named(binary):
     for kind, says in (
-        ("needle", "not built"),
-        ("perplexitty", "expected perplexity"),
+        ("needle", "expected --checkpoint"),
+        ("perplexitty", "expected perplexity, needle, ruler or infinitebench, got perplexitty"),
         ("", "none"),
     ):
         command = [str(binary), "eval", *([kind] if kind else [])]
-        result = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert_one_sentence(result, "eval", says)
+        assert_one_sentence(run_text(command), "eval", says)

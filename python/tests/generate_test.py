@@ -1,15 +1,14 @@
 """python -m mtraining.generate on a tiny random checkpoint with a tokenizer of bytes."""
 
 import json
-import subprocess
 
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 from mtraining import generate
-from python.tests.conftest import assert_one_sentence
+from python.tests.conftest import assert_one_sentence, run_text, tiny_qwen2
 
 PROMPT = "def add(a, b):\n    return a + b\n\n" * 8
 
@@ -23,18 +22,7 @@ def checkpoint(tmp_path_factory):
     tokenizer.decoder = decoders.ByteLevel()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
     torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=256,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        eos_token_id=None,
-        bos_token_id=None,
-        max_position_embeddings=400,
-    )
-    Qwen2ForCausalLM(config).save_pretrained(folder)
+    Qwen2ForCausalLM(tiny_qwen2()).save_pretrained(folder)
     return folder
 
 
@@ -63,7 +51,10 @@ def test_mistakes_are_one_line_and_exit_2(checkpoint, tmp_path, capsys):
     broken.write_text('{"text": "a"}\n{"txt": "b"}\n')
     for arguments, text in (
         (["--checkpoint", str(tmp_path), "--prompt", "a"], "holds no config.json"),
-        (["--checkpoint", str(checkpoint), "--input", str(broken)], "broken.jsonl:2: expected"),
+        (
+            ["--checkpoint", str(checkpoint), "--input", str(broken)],
+            'broken.jsonl:2: "text": expected str, got none',
+        ),
         (["--checkpoint", str(checkpoint), "--input", "missing.jsonl"], "missing.jsonl"),
         (["--checkpoint", str(checkpoint), "--prompt", ""], "no tokens"),
         (["--checkpoint", str(checkpoint), "--prompt", "a", "--p-slash", "2"], "p_slash"),
@@ -82,13 +73,7 @@ def test_mistakes_are_one_line_and_exit_2(checkpoint, tmp_path, capsys):
 def run_verb(binary, checkpoint, lines, *extra):
     path = checkpoint / "ids.jsonl"
     path.write_text("".join(line + "\n" for line in lines))
-    return subprocess.run(
-        [str(binary), "generate", "--checkpoint", str(checkpoint), "--input", str(path), *extra],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    return run_text([binary, "generate", "--checkpoint", checkpoint, "--input", path, *extra])
 
 
 def test_the_verb_takes_ids_and_gives_transformers_greedy_ids(binary, checkpoint):

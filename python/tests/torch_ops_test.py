@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import mtraining
+from python.tests.operator_samples import NAMES, operator_samples
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 from dense_reference import structured  # noqa: E402
@@ -17,38 +18,21 @@ CAPPED = mtraining.VerticalSlash(max_columns=9, sink_tokens=4)
 
 def samples(name):
     """Arguments of an operator, with and without documents."""
-    ops = mtraining.library.ops
-    documents = (torch.arange(100, dtype=torch.int32) // 40 * 40).expand(2, 100).contiguous()
-    for starts, pattern, dtype in (
-        (None, PATTERN, torch.float32),
-        (documents, PATTERN, torch.bfloat16),
-        (None, CAPPED, torch.float32),
-    ):
-        q, k, v = structured(2, 100, 4, 2, 16, dtype=dtype)
-        if name == "build_index":
-            yield (q, k, starts, 0.0, *pattern.arguments())
-            continue
-        lists = mtraining.build_index(q, k, pattern=pattern, document_starts=starts).lists()
-        if name == "recall":
-            yield (q, k, *lists, starts, 0.0, 64, "last", 8, 1)
-        elif name == "index_mask":
-            yield (*lists, starts, 100)
-        elif name == "index_pairs":
-            yield (*lists, 100)
-        else:
-            q, k, v = (x.detach().clone().requires_grad_() for x in (q, k, v))
-            attend = (q, k, v, *lists, starts, 0.0)
-            if name == "attend":
-                yield attend
-                continue
-            attended = [x.detach() for x in ops.attend(*attend)]
-            grad = torch.randn(q.shape).to(q.dtype)
-            yield (grad, *(x.detach() for x in (q, k, v)), *attended, *lists, starts, 0.0)
+    return operator_samples(
+        name,
+        lambda dtype: [x.to("cpu") for x in structured(2, 100, 4, 2, 16, dtype=dtype)],
+        100,
+        40,
+        (
+            (PATTERN, torch.float32, False),
+            (PATTERN, torch.bfloat16, True),
+            (CAPPED, torch.float32, False),
+        ),
+        "cpu",
+    )
 
 
-@pytest.mark.parametrize(
-    "name", ["build_index", "attend", "attend_backward", "recall", "index_mask", "index_pairs"]
-)
+@pytest.mark.parametrize("name", NAMES)
 def test_opcheck(name):
     operator = getattr(mtraining.library.ops, name).default
     for arguments in samples(name):
