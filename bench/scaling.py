@@ -2,6 +2,7 @@
 
     python bench/scaling.py attention     vertical_slash, forward and backward, 1 -> all GPUs, rings, gathers, prefetch; imbalance
     python bench/scaling.py dense         dense rings and torch's context parallel; a slow link between two halves on purpose
+    python bench/scaling.py links         one GPU as 2x4 and 4x8 ranks, what leaves a node at set rates: flat beside hierarchical
     python bench/scaling.py train         train steps of the Qwen2.5-3B shape (an 8B shape too), dense and sparse
 
 Each prints a table of what it measured. --rehearse runs the same commands small, over processes on the CPU, to see that they work.
@@ -44,7 +45,9 @@ class Runner:
         self.port += 1
         launcher = [sys.executable, "-m", "torch.distributed.run"]
         launcher += ["--nproc-per-node", str(processes), "--master-port", str(self.port)]
-        if command[0].endswith(".py"):
+        if "--virtual" in command:
+            full = command  # ranks are its threads
+        elif command[0].endswith(".py"):
             full = launcher + command
         else:
             full = [*launcher, "--no-python", *command]
@@ -206,6 +209,69 @@ def dense(runner: Runner) -> None:
             "bwd ms": lambda r: f"{r['bwd_ms']:.2f}",
             "fwd TFLOP/s a GPU": lambda r: f"{r['fwd_tflops'] / r['gpus']:.0f}",
             "bwd TFLOP/s a GPU": lambda r: f"{r['bwd_tflops'] / r['gpus']:.0f}",
+        },
+    )
+
+
+def link_ms(row: dict, backward: bool) -> tuple[float, float]:
+    """How long a rank's link to other nodes carries what it sends, and the share of the work that can begin only when the last K and V are there."""
+    nodes, ranks = map(int, row["virtual"].split("x"))
+    world = nodes * ranks
+    kv_bytes = row["seq_len"] // world * row["kv_heads"] * row["head_dim"] * 2 * 2
+    flat = row["ring"] == "flat"
+    hops = world - 1 if flat else nodes - 1
+    last = (world - 1) % row["launch_shards"] or row["launch_shards"]
+    share = last / world if flat else 1 / nodes
+    sent = hops * kv_bytes
+    if backward:  # gradients, float32, make a hop more
+        sent += (hops + 1) * 2 * kv_bytes
+    return sent / row["outer_gb_per_s"] * 1e-6, share
+
+
+def links(runner: Runner) -> None:
+    """Ranks share one GPU, so that a row's time is that of all ranks' work; what leaves a node is held as long as its bytes would take."""
+    options = runner.options
+    rates = [10, 2] if options.rehearse else [100, 50, 25, 10, 5, 2.5]
+    seq_len = 4096 if options.rehearse else 131072
+    mask = {"density": 0.1} if options.rehearse else {"shape": "typical"}
+    for topology in ("2x4", "4x8"):
+        command = ring_command(options, topology, seq_len, **mask)
+        command[command.index("--topology")] = "--virtual"
+        for rate in [0, *rates]:
+            for ring in ("flat", "hierarchical"):
+                held = "" if options.rehearse else f",outer-gb-per-s={rate}"
+                command += ["--variant", f"ring={ring}{held}"]
+        runner.launch(1, command, 120, {"run": "links", "gpus": 1})
+    free: dict[tuple, dict] = {}
+    shown: list[dict] = []
+    for row in runner.rows:
+        if row["case"] == "ring":
+            shown.append(row)
+            if "outer_gb_per_s" not in row:
+                free[row["virtual"], row["ring"]] = row
+        elif row["case"] == "ring phase":
+            shown[-1][row["phase"]] = row["ms_largest_rank"]
+
+    def predicted(row: dict, backward: bool) -> str:
+        if "outer_gb_per_s" not in row:
+            return ""
+        alone = free[row["virtual"], row["ring"]]["bwd_ms" if backward else "fwd_ms"]
+        link, share = link_ms(row, backward)
+        # Backward ends with a hop under which nothing is left to do; its share of the link's time is small beside the sum.
+        return f"{max(alone, link + (0 if backward else share * alone)):.1f}"
+
+    print_table(
+        shown,
+        {
+            "ranks": lambda r: r["virtual"],
+            "GB/s between nodes": lambda r: r.get("outer_gb_per_s", "no limit"),
+            "ring": lambda r: r["ring"],
+            "fwd ms": lambda r: f"{r['fwd_ms']:.1f}",
+            "predicted": lambda r: predicted(r, False),
+            "of that waiting": lambda r: f"{r.get('forward wait', 0):.1f}",
+            "bwd ms": lambda r: f"{r['bwd_ms']:.1f}",
+            "bwd predicted": lambda r: predicted(r, True),
+            "bwd waiting": lambda r: f"{r.get('backward wait', 0):.1f}",
         },
     )
 
@@ -394,7 +460,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=["attention", "dense", "train"])
+    parser.add_argument("what", choices=["attention", "dense", "links", "train"])
     parser.add_argument("--gpus", type=int, help="GPUs of this host to use (absent: all)")
     parser.add_argument("--binary", help="the mtraining to run (absent: build/*/bin/mtraining)")
     parser.add_argument("--rows", default=str(ROWS), help="file that rows are appended to")
@@ -412,7 +478,7 @@ def main() -> int:
     if options.gpus < 1:
         parser.error("no GPU here: --rehearse runs the same commands on the CPU")
     runner = Runner(options)
-    {"attention": attention, "dense": dense, "train": train}[options.what](runner)
+    {"attention": attention, "dense": dense, "links": links, "train": train}[options.what](runner)
     print(f"{len(runner.rows)} rows in {time.monotonic() - runner.begin:.0f} s", file=sys.stderr)
     return 0 if runner.rows else 1
 
