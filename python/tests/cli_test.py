@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from python.tests.conftest import assert_one_sentence
+from python.tests.conftest import assert_one_sentence, run_text
 
 
 def test_results_that_are_there_are_kept(job):
@@ -61,13 +61,7 @@ def test_launcher_and_nproc_exclude_each_other(job):
 
 def test_help_has_examples(binary, environment):
     for arguments in (["--help"], ["train", "--help"]):
-        result = subprocess.run(
-            [binary, *arguments],
-            capture_output=True,
-            text=True,
-            env=environment,
-            check=False,
-        )
+        result = run_text([binary, *arguments], env=environment)
         assert result.returncode == 0
         assert "examples:" in result.stdout
 

@@ -4,7 +4,7 @@ import subprocess
 
 import pytest
 
-from python.tests.conftest import assert_one_sentence
+from python.tests.conftest import assert_one_sentence, run_text
 
 ATTENTION = ["bench", "attention", "--device", "cuda", "--seq-len", "512"]
 TRAIN = ["train", "--config", "{config}", "--out", "{out}", "--train.device", "cuda"]
@@ -44,14 +44,10 @@ VERBS = [
 def test_a_gpu_that_is_not_there_is_one_sentence(job, words):
     known = {"config": job.config, "out": job.out, "data": job.data}
     before = sorted(job.folder.rglob("*"))
-    result = subprocess.run(
-        [str(job.binary), *(word.format(**known) for word in words)],
+    result = run_text(
+        [job.binary, *(word.format(**known) for word in words)],
         cwd=job.folder,
         env={**job.environment(), "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
     )
     assert_one_sentence(result)
     assert result.stdout == ""

@@ -1,11 +1,8 @@
 """mtraining bench train over processes: rows as of threads; what cannot be, in one sentence; on GPUs phases that add up."""
 
-import json
-import subprocess
-
 import pytest
 
-from python.tests.conftest import assert_one_sentence
+from python.tests.conftest import assert_one_sentence, rows_of, run_text
 
 FLAGS = (
     "--set train.seq_len=256 --set attention.p_slash=0.5 --set parallel.cp_size=2"
@@ -17,22 +14,10 @@ FLAGS = (
 def bench(job):
     def run(flags: str, device: str = "cpu"):
         words = f"bench train --config {job.config} {FLAGS.format(device=device)} {flags}".split()
-        return subprocess.run(
-            [str(job.binary), *words],
-            cwd=job.folder,
-            env=job.environment(),
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
+        command = [job.binary, *words]
+        return run_text(command, cwd=job.folder, env=job.environment(), timeout=120)
 
     return run
-
-
-def rows_of(result) -> list[dict]:
-    assert result.returncode == 0, result.stderr
-    return [json.loads(line) for line in result.stdout.splitlines()]
 
 
 def test_processes_train_what_threads_train_and_one_of_them_prints(bench):
