@@ -36,7 +36,7 @@ PATH: a token file (with or without .bin or .idx), a .safetensors file, a Huggin
 folder of checkpoints, or a run's folder.
 
 examples:
-  mtraining inspect data/python/train
+  mtraining inspect runs/quickstart/data/train
   mtraining inspect runs/quickstart
   mtraining inspect runs/quickstart/checkpoints/step-00000100 --tensors
   mtraining inspect model.safetensors --json

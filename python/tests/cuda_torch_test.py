@@ -11,39 +11,21 @@ import pytest
 import torch
 
 import mtraining
-from python.tests.operator_samples import NAMES, operator_samples
+from python.tests.operator_samples import NAMES, PATTERN, operator_samples
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 from dense_reference import structured  # noqa: E402
 
 pytestmark = pytest.mark.cuda
 
-PATTERN = mtraining.VerticalSlash(p_vertical=0.3, p_slash=0.3, dense_threshold=1.0)
-CAPPED = mtraining.VerticalSlash(max_columns=9, sink_tokens=4)
 # Every causal pair, yet through the index and the kernels.
 EVERY_PAIR = mtraining.VerticalSlash(p_vertical=1.0, p_slash=1.0, dense_threshold=1.0)
-
-
-def samples(name):
-    """Arguments of an operator, with and without documents."""
-    return operator_samples(
-        name,
-        lambda dtype: [x.to("cuda") for x in structured(2, 200, 4, 2, 64, dtype=dtype)],
-        200,
-        80,
-        (
-            (PATTERN, torch.float16, False),
-            (PATTERN, torch.bfloat16, True),
-            (CAPPED, torch.bfloat16, False),
-        ),
-        "cuda",
-    )
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_opcheck(name):
     operator = getattr(mtraining.library.ops, name).default
-    for arguments in samples(name):
+    for arguments in operator_samples(name, "cuda", 200, 64, torch.float16):
         results = torch.library.opcheck(operator, arguments)
         assert set(results.values()) == {"SUCCESS"}, results
 

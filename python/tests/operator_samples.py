@@ -1,27 +1,30 @@
 """Arguments of the operators for torch's opcheck, on any device; torch_ops_test.py and cuda_torch_test.py check with them."""
 
-from collections.abc import Iterator
-
 import torch
 
 import mtraining
+from python.tests.dense_reference import structured
 
 NAMES = ("build_index", "attend", "attend_backward", "recall", "index_mask", "index_pairs")
+PATTERN = mtraining.VerticalSlash(p_vertical=0.3, p_slash=0.3, dense_threshold=1.0)
+CAPPED = mtraining.VerticalSlash(max_columns=9, sink_tokens=4)
 
 
-def operator_samples(
-    name: str, tensors, length: int, block: int, patterns, device: str
-) -> Iterator[tuple]:
-    """A tuple of arguments for each (pattern, dtype, whether in documents of `block` tokens) of `patterns`.
+def operator_samples(name: str, device: str, length: int, head_dim: int, plain: torch.dtype):
+    """Tuples of arguments of an operator: without documents in `plain`, with them in bf16, with a cap in `plain`.
 
-    tensors: dtype -> (q, k, v) of two samples of `length` tokens on the device.
+    Two samples of `length` tokens, 4 query heads on 2; documents of 2/5 of the length.
     """
     ops = mtraining.library.ops
+    block = 2 * length // 5
     positions = torch.arange(length, dtype=torch.int32, device=device)
     documents = (positions // block * block).expand(2, length).contiguous()
-    for pattern, dtype, packed in patterns:
-        starts = documents if packed else None
-        q, k, v = tensors(dtype)
+    for starts, pattern, dtype in (
+        (None, PATTERN, plain),
+        (documents, PATTERN, torch.bfloat16),
+        (None, CAPPED, plain),
+    ):
+        q, k, v = (x.to(device) for x in structured(2, length, 4, 2, head_dim, dtype=dtype))
         if name == "build_index":
             yield (q, k, starts, 0.0, *pattern.arguments())
             continue

@@ -7,35 +7,16 @@ import pytest
 import torch
 
 import mtraining
-from python.tests.operator_samples import NAMES, operator_samples
+from python.tests.operator_samples import CAPPED, NAMES, PATTERN, operator_samples
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 from dense_reference import structured  # noqa: E402
-
-PATTERN = mtraining.VerticalSlash(p_vertical=0.3, p_slash=0.3, dense_threshold=1.0)
-CAPPED = mtraining.VerticalSlash(max_columns=9, sink_tokens=4)
-
-
-def samples(name):
-    """Arguments of an operator, with and without documents."""
-    return operator_samples(
-        name,
-        lambda dtype: [x.to("cpu") for x in structured(2, 100, 4, 2, 16, dtype=dtype)],
-        100,
-        40,
-        (
-            (PATTERN, torch.float32, False),
-            (PATTERN, torch.bfloat16, True),
-            (CAPPED, torch.float32, False),
-        ),
-        "cpu",
-    )
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_opcheck(name):
     operator = getattr(mtraining.library.ops, name).default
-    for arguments in samples(name):
+    for arguments in operator_samples(name, "cpu", 100, 16, torch.float32):
         results = torch.library.opcheck(operator, arguments)
         assert set(results.values()) == {"SUCCESS"}, results
 
