@@ -33,7 +33,7 @@ def verb(binary, environment, *words):
 
 
 def on(device):
-    return ["--set", f"train.device={device}", "--set", "model.dtype=bf16"]
+    return ["--set", f"train.device={device}", "--set", "model.dtype=bf16", "--threads", 2]
 
 
 def test_losses_are_the_cpus(binary, environment, folder):
