@@ -134,9 +134,10 @@ KeptBytes kept_bytes(const DecoderSizes& m, const RunShape& run) {
     const int64_t span = std::min(run.recompute_span, m.num_layers - first);
     (first < run.offload_layers ? bytes.host : bytes.device) += kept + (span - 1) * later;
   }
-  // Spans that are on their way: one goes back, one is being brought.
-  if (bytes.host > 0)
-    bytes.device += std::min<int64_t>(bytes.host, 2 * (kept + (run.recompute_span - 1) * later));
+  // Spans that are on their way: while the last one goes back, one is being brought; where it is itself of the host's, two.
+  const int64_t on_their_way = bytes.device > 0 ? 1 : 2;
+  bytes.device +=
+      std::min<int64_t>(bytes.host, on_their_way * (kept + (run.recompute_span - 1) * later));
   return bytes;
 }
 
@@ -225,14 +226,16 @@ std::vector<MemoryItem> memory_plan(const DecoderSizes& m, const RunShape& run) 
     items.push_back({"tokens and rotary tables", n * (24 + m.head_dim * kStateBytes)});
     items.push_back({"workspace of products", kMatrixWorkspaceBytes});
   }
-  const int64_t chunk = std::min(run.loss_chunk, n) * m.vocab_size * kStateBytes;
+  int64_t chunk = std::min(run.loss_chunk, n) * m.vocab_size * kStateBytes;
+  const int64_t rounded = is_low_precision(run) ? head_elements(m) * run.element_bytes : 0;
+  // The head's gradient is rounded when the logits have gone.
+  if (run.on_gpu) chunk = std::max(chunk, rounded);
   const bool copied = is_low_precision(run) && !run.on_gpu;
   const std::vector<MemoryItem> of_loss = {
       // A chunk of logits, on a CPU with its exponentials.
       {"logits chunk", run.on_gpu ? chunk : 2 * chunk},
       {"head in float32", (copied ? 1 : 0) * head_elements(m) * kStateBytes +
-                              head_elements(m) * kStateBytes +
-                              (is_low_precision(run) ? head_elements(m) * run.element_bytes : 0)},
+                              head_elements(m) * kStateBytes + (run.on_gpu ? 0 : rounded)},
       // The last norm's input and output and the gradient of that.
       {"activations of the head", run.on_gpu ? 3 * input : input}};
   const std::vector<MemoryItem> of_layer = {
