@@ -316,10 +316,12 @@ class Attend : public torch::autograd::Function<Attend> {
                               num_columns, or_undefined(document_starts)});
     graph->saved_data["softmax_scale"] = softmax_scale;
     graph->mark_non_differentiable({lse, out_residual});
+    graph->set_materialize_grads(false);  // zeros as large as out, for out_residual
     return {out, lse, out_residual};
   }
 
   static variable_list backward(AutogradContext* graph, const variable_list& grads) {
+    if (!grads[0].defined()) return variable_list(9);
     const variable_list t = graph->get_saved_variables();
     static const auto op = op_named<AttendBackwardOp>("mtraining::attend_backward");
     auto [dq, dk, dv] =

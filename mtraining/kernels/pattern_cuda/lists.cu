@@ -93,7 +93,6 @@ __global__ void __launch_bounds__(kThreads)
       reinterpret_cast<unsigned long long*>(given.bits.diagonals) + row * diagonal_words;
   uint32_t* columns = given.bits.columns + row * column_words;
   for (int w = threadIdx.x; w < diagonal_words; w += kThreads) diagonals[w] = 0;
-  for (int w = threadIdx.x; w < column_words; w += kThreads) columns[w] = 0;
   __syncthreads();
   const auto count_of = [&](const int32_t* counts, int64_t capacity, int which) {
     const int32_t count = counts[row];
@@ -111,17 +110,38 @@ __global__ void __launch_bounds__(kThreads)
       tell(FaultKind::kDiagonal, row, c, num_blocks);
     }
   }
+  // Columns that are a list already, as a choice leaves them, go as they are; bits are made of them where they are asked for, or put
+  // them in order.
+  const bool launches = given.entries != nullptr;
+  const int32_t* list = given.lists.columns + row * given.lists.column_capacity;
   const int64_t num_columns = count_of(given.lists.num_columns, given.lists.column_capacity, 1);
+  bool ascending = num_columns <= given.capacity;
   for (int64_t i = threadIdx.x; i < num_columns; i += kThreads) {
-    const int32_t j = given.lists.columns[row * given.lists.column_capacity + i];
-    if (j >= 0 && j < given.seq_len) {
-      atomicOr(columns + j / 32, 1u << (j % 32));
-    } else {
-      tell(FaultKind::kColumn, row, j, given.seq_len);
-    }
+    const int32_t j = list[i];
+    if (j < 0 || j >= given.seq_len) tell(FaultKind::kColumn, row, j, given.seq_len);
+    ascending = ascending && j > (i == 0 ? -1 : list[i - 1]) && j < given.seq_len;
   }
-  if (given.entries == nullptr) return;
-  __syncthreads();
+  const bool listed = __syncthreads_and(ascending) != 0 && launches;
+  int count = static_cast<int>(num_columns);
+  if (listed) {
+    for (int64_t i = threadIdx.x; i < num_columns; i += kThreads)
+      given.positions[row * given.capacity + i] = list[i];
+  } else {
+    for (int w = threadIdx.x; w < column_words; w += kThreads) columns[w] = 0;
+    __syncthreads();
+    for (int64_t i = threadIdx.x; i < num_columns; i += kThreads) {
+      const int32_t j = list[i];
+      if (j >= 0 && j < given.seq_len) atomicOr(columns + j / 32, 1u << (j % 32));
+    }
+    __syncthreads();
+  }
+  if (!launches) return;
+  if (!listed) {
+    const volatile uint32_t* column_bits = columns;
+    count = write_list(
+        column_words, [&](int w) { return column_bits[w]; }, given.positions + row * given.capacity,
+        given.capacity, warp_sums, false);
+  }
   const volatile uint32_t* words = reinterpret_cast<uint32_t*>(diagonals);
   const Run run = run_of_thread(2 * diagonal_words);
   int own = 0, total;
@@ -131,13 +151,9 @@ __global__ void __launch_bounds__(kThreads)
     for (uint32_t rest = words[w]; rest != 0; rest &= rest - 1)
       given.entries[at++] = {0, w * 32 + __ffs(rest) - 1};
   }
-  const volatile uint32_t* column_bits = columns;
-  const int listed = write_list(
-      column_words, [&](int w) { return column_bits[w]; }, given.positions + row * given.capacity,
-      given.capacity, warp_sums, false);
   if (threadIdx.x == 0) {
     given.num_entries[row] = total;
-    given.counts[row] = listed;
+    given.counts[row] = count;
   }
   if (row != 0) return;
   for (int i = threadIdx.x; i < num_blocks; i += kThreads) given.block_starts[i] = i * kBlock;

@@ -68,7 +68,7 @@ void heads_below_floor(const int64_t* covered, int64_t choices, int64_t heads_pe
 struct GivenLists {
   IndexLists lists;
   int64_t batch = 0, num_q_heads = 0, seq_len = 0;
-  IndexBits bits;  // overwritten
+  IndexBits bits;  // overwritten; with entries, those of columns mean nothing
   /// Where the first count, value or document start goes that is out of range; or null. Values out of range are dropped, counts cut.
   FaultReport* report = nullptr;
   const int32_t* document_start =

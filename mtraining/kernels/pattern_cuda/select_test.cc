@@ -353,16 +353,36 @@ TEST(Lists, EntriesAndColumnsOfEveryPairOfRanksEqualTheHosts) {
     lists.counts = whole_columns.get<int32_t>();
     lists.capacity = seq_len;
     lists.block_starts = whole_starts.get<int32_t>();
-    read_lists(lists);
-    ASSERT_EQ(diagonal_bits.read<uint64_t>(), index::diagonal_bitmap(index).bits);
+    // What a launch reads, of those lists and of right ones; the bits of columns afterwards from the first.
+    const auto expect_launch = [&] {
+      read_lists(lists);
+      ASSERT_EQ(diagonal_bits.read<uint64_t>(), index::diagonal_bitmap(index).bits);
+      const auto num_d = whole_counts.read<int32_t>(), num_c = whole_columns.read<int32_t>(),
+                 got_c = whole_positions.read<int32_t>();
+      const auto got_d = whole_entries.read<Entry>();
+      for (int64_t row = 0; row < rows; ++row) {
+        ASSERT_EQ(num_d[row], static_cast<int32_t>(diagonals[row].size()));
+        ASSERT_EQ(num_c[row], static_cast<int32_t>(columns[row].size()));
+        for (int64_t i = 0; i < num_d[row]; ++i)
+          ASSERT_EQ(got_d[row * num_blocks + i], (Entry{0, diagonals[row][i]}));
+        for (int64_t i = 0; i < num_c[row]; ++i)
+          ASSERT_EQ(got_c[row * seq_len + i], columns[row][i]);
+      }
+    };
+    expect_launch();
+    std::vector<int32_t> right_c(rows * capacity, 99), num_right(rows);
     for (int64_t row = 0; row < rows; ++row) {
-      ASSERT_EQ(whole_counts.read<int32_t>()[row], static_cast<int32_t>(diagonals[row].size()));
-      ASSERT_EQ(whole_columns.read<int32_t>()[row], static_cast<int32_t>(columns[row].size()));
-      for (size_t i = 0; i < diagonals[row].size(); ++i)
-        ASSERT_EQ(whole_entries.read<Entry>()[row * num_blocks + i], (Entry{0, diagonals[row][i]}));
-      for (size_t i = 0; i < columns[row].size(); ++i)
-        ASSERT_EQ(whole_positions.read<int32_t>()[row * seq_len + i], columns[row][i]);
+      std::copy(columns[row].begin(), columns[row].end(), right_c.begin() + row * capacity);
+      num_right[row] = static_cast<int32_t>(columns[row].size());
     }
+    const DeviceMemory dev_right(right_c), dev_num_right(num_right);
+    lists.lists.columns = dev_right.get<int32_t>();
+    lists.lists.num_columns = dev_num_right.get<int32_t>();
+    expect_launch();
+    lists.lists.columns = dev_c.get<int32_t>();
+    lists.lists.num_columns = dev_nc.get<int32_t>();
+    lists.entries = nullptr;
+    read_lists(lists);
     for (int64_t i = 0; i < num_blocks; ++i)
       ASSERT_EQ(whole_starts.read<int32_t>()[i], static_cast<int32_t>(64 * i));
 
