@@ -233,12 +233,16 @@ AttentionOutput sparse_ring_attention(RingContext& context, const at::Tensor& q,
     const at::Tensor q_rows = with_contiguous_rows(q.detach()),
                      k_rows = with_contiguous_rows(k.detach());
     if (estimate) {
-      auto stretch = state.begin_stretch(q.device());
 #ifdef MT_WITH_CUDA
       if (q.is_cuda()) {
         started = std::make_unique<StartedForward>(
             state,
             checked_call(state, q.detach(), k.detach(), v.detach(), call.softmax_scale, documents));
+      }
+#endif
+      auto stretch = state.begin_stretch(q.device());
+#ifdef MT_WITH_CUDA
+      if (q.is_cuda()) {
         chosen = std::make_shared<IndexPlan>(choose_lists(state, call, q_rows, k_rows, documents),
                                              state.layout, state.cp_rank);
       }

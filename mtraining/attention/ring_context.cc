@@ -300,8 +300,12 @@ void RingContext::State::watch_transfer(std::span<const comm::WorkPtr> works, at
 void RingContext::State::report_stretches(bool wait) {
   while (!unreported.empty()) {
     DeviceStretch& next = unreported.front();
-    if (wait) next.end.synchronize();
-    if (!next.end.query()) return;
+    // A transfer may be over before its rank's stream has come to where it was posted.
+    if (wait) {
+      next.begin.synchronize();
+      next.end.synchronize();
+    }
+    if (!next.begin.query() || !next.end.query()) return;
     if (!clock) {
       clock = recorded(next.end.device());
       clock->synchronize();
@@ -309,7 +313,7 @@ void RingContext::State::report_stretches(bool wait) {
     }
     // From event to event, not from the first one on: what tells their distance is a float.
     const double begin_us = clock_us + clock->elapsedTime(next.begin) * 1e3;
-    const double end_us = begin_us + next.begin.elapsedTime(next.end) * 1e3;
+    const double end_us = begin_us + std::max(0.0, next.begin.elapsedTime(next.end) * 1e3);
     next.timing.begin_us = static_cast<int64_t>(begin_us);
     next.timing.end_us = static_cast<int64_t>(end_us);
     clock = std::move(next.end);

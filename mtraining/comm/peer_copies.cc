@@ -290,6 +290,8 @@ class PeerCopies : public PeerCopiesCommunicator {
       allocate(slot, kFirstBytes);
       const int32_t mark = mark_of(rank_, s);
       check_cuda(cudaMemcpy(slot.memory, &mark, sizeof(mark), cudaMemcpyHostToDevice), "marking");
+      // So small a copy is only under way when the call returns.
+      check_cuda(cudaDeviceSynchronize(), "marking");
       slot.ready = std::make_unique<Event>(true);
       page.ready[s] = slot.ready->share();
       page.posts[s].address = slot.memory;
