@@ -303,6 +303,7 @@ def main():
     )
     options = parser.parse_args()
     torch.use_deterministic_algorithms(options.deterministic, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # with NaN, before they are written
     if not options.patterns and options.uniform is None:
         parser.error("expected pattern files or --uniform, got neither")
     if options.uniform is not None and options.ours is None:

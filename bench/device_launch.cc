@@ -324,6 +324,8 @@ class DeviceLaunch : public AttentionLaunch {
     const at::Tensor dout = inputs_.dout.unsqueeze(0);
     const bool before = at::globalContext().deterministicAlgorithms();
     at::globalContext().setDeterministicAlgorithms(place_.deterministic, true);
+    const bool fills = at::globalContext().deterministicFillUninitializedMemory();
+    at::globalContext().setDeterministicFillUninitializedMemory(false);
     Times forward, backward;
     for (int repeat = -1; repeat < repeats; ++repeat) {
       torch_ops::Attended attended;
@@ -334,6 +336,7 @@ class DeviceLaunch : public AttentionLaunch {
               [&] { torch_ops::attend_backward_on_device(call, dout, attended); });
     }
     at::globalContext().setDeterministicAlgorithms(before, true);
+    at::globalContext().setDeterministicFillUninitializedMemory(fills);
     const auto median = [](const Times& times) {
       return std::round(spread(times.wall_ms).median * 1000) / 1000;
     };
