@@ -138,6 +138,25 @@ TEST(HostLayers, BytesComeBackWhateverRunsBeside) {
   }
 }
 
+TEST(HostLayers, TensorsThatTravelInPartsComeBackWhole) {
+  HostLayers host(kGpu, 2);
+  for (int step = 0; step < 2; ++step) {
+    std::vector<std::vector<at::Tensor>> kept;
+    for (int64_t layer = 0; layer < 2;
+         ++layer) {  // 20 MB, 54 MB: parts and pinned pieces end within them
+      const Rng rng(static_cast<uint64_t>(2 * step + layer));
+      kept.push_back({model::random_normal(rng, {5'000'007}, 1, kGpu, at::kFloat),
+                      model::random_normal(rng, {3, 9'000'001}, 1, kGpu, at::kBFloat16)});
+      host.put(layer, {kept.back()[0].clone(), kept.back()[1].clone()});
+    }
+    for (int64_t layer = 2; layer-- > 0;) {
+      const std::vector<at::Tensor> back = host.take(layer);
+      for (size_t i = 0; i < 2; ++i)
+        EXPECT_TRUE(at::equal(back[i], kept[layer][i])) << step << ' ' << layer << ' ' << i;
+    }
+  }
+}
+
 TEST(HostLayers, OneThatGoesWhileBytesComeBackWritesIntoNoOtherMemory) {
   constexpr int64_t kBytes = int64_t{256} << 20;
   const at::TensorOptions bytes = at::TensorOptions(kGpu).dtype(at::kByte);
