@@ -325,7 +325,9 @@ def test_two_gpus_have_the_losses_of_one(runs, flags):
         if pair[0].startswith("--parallel")
     ]
     two, one = runs.losses(*TWO, *flags), runs.losses(*CUDA, *optimizer)
-    np.testing.assert_allclose(two, one, rtol=2e-3)
+    print("largest relative difference", np.max(np.abs(two / one - 1)))
+    assert len(two) == 20
+    np.testing.assert_allclose(two, one, rtol=1e-3)
 
 
 @pytest.mark.multi_gpu
