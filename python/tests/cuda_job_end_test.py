@@ -31,7 +31,7 @@ def ranks_of(launcher: int) -> list[int]:
 def end_of(runs: Runs, name: str, sent: int, *flags: str) -> tuple[str, float]:
     """What the job says after rank 1 was sent a signal in the middle of its steps, and how long it took."""
     out = runs.folder / name
-    endless = ("--nproc", "2", *CUDA, "--train.steps", "100000", "--eval.batches", "0", *flags)
+    endless = ("--nproc", "2", *CUDA, "--train.steps", "100000", *flags)
     process = subprocess.Popen(
         runs.command(out, *endless),
         cwd=runs.folder,
