@@ -2,6 +2,9 @@
 #include <cudaTypedefs.h>
 
 #include <algorithm>
+#include <cstring>
+#include <type_traits>
+#include <vector>
 
 #include "mtraining/base/check.h"
 #include "mtraining/kernels/device/rounded_rows.cuh"
@@ -23,6 +26,40 @@ PFN_cuTensorMapEncodeTiled_v12000 tensor_map_encoder() {
     return reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(function);
   }();
   return encoder;
+}
+
+/// What a tensor map is made of, and nothing else: the same key, the same map.
+struct MapKey {
+  uint64_t data, type, swizzle;
+  cuuint64_t sizes[5], strides[4];
+  cuuint32_t box[5], unused;
+};
+static_assert(std::has_unique_object_representations_v<MapKey>);
+
+/// Encoding takes the driver half a microsecond, a backward has seven maps, and the same tensors come again and again.
+CUresult encode(const MapKey& key, CUtensorMap* map) {
+  struct Slot {
+    MapKey key;
+    CUtensorMap map;
+  };
+  constexpr size_t kSlots = 512;
+  static thread_local std::vector<Slot> slots(kSlots);  // key.data null: empty
+  uint64_t hash = 0;
+  for (const uint64_t part : {key.data, key.sizes[1], key.sizes[3], key.strides[0], key.strides[2]})
+    hash = (hash ^ part) * 0x9E3779B97F4A7C15u;
+  Slot& slot = slots[hash >> 55];
+  if (key.data == 0 || std::memcmp(&slot.key, &key, sizeof(key)) != 0) {
+    constexpr cuuint32_t steps[5] = {1, 1, 1, 1, 1};
+    const CUresult result = tensor_map_encoder()(
+        &slot.map, static_cast<CUtensorMapDataType>(key.type), 5, reinterpret_cast<void*>(key.data),
+        key.sizes, key.strides, key.box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+        static_cast<CUtensorMapSwizzle>(key.swizzle), CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    slot.key = result == CUDA_SUCCESS ? key : MapKey{};
+    if (result != CUDA_SUCCESS) return result;
+  }
+  *map = slot.map;
+  return CUDA_SUCCESS;
 }
 
 void fill_lists(SourceArgs& out, const KeySource& source) {
@@ -84,24 +121,20 @@ CUtensorMap tensor_map(const char* name, const ConstView& view, DType dtype, int
   const int64_t atom = head_dim % 64 == 0 ? 64 : 32;
   const int64_t map_heads = view.stride_head == 0 ? 1 : heads;
   const int64_t map_batch = view.stride_batch == 0 ? 1 : batch;
-  const cuuint64_t sizes[5] = {static_cast<cuuint64_t>(atom), static_cast<cuuint64_t>(tokens),
-                               static_cast<cuuint64_t>(head_dim / atom),
-                               static_cast<cuuint64_t>(map_heads),
-                               static_cast<cuuint64_t>(map_batch)};
-  const cuuint64_t strides[4] = {
-      bytes(view.stride_token, tokens), static_cast<cuuint64_t>(atom * 2),
-      bytes(view.stride_head, map_heads), bytes(view.stride_batch, map_batch)};
-  const cuuint32_t box[5] = {static_cast<cuuint32_t>(atom), 64,
-                             static_cast<cuuint32_t>(head_dim / atom), 1, 1};
-  const cuuint32_t steps[5] = {1, 1, 1, 1, 1};
-  CUtensorMap map;
-  const CUresult result = tensor_map_encoder()(
-      &map,
+  const MapKey key = {
+      reinterpret_cast<uint64_t>(view.data),
       dtype == DType::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
                                 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-      5, const_cast<void*>(view.data), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
       atom == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
-      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+      {static_cast<cuuint64_t>(atom), static_cast<cuuint64_t>(tokens),
+       static_cast<cuuint64_t>(head_dim / atom), static_cast<cuuint64_t>(map_heads),
+       static_cast<cuuint64_t>(map_batch)},
+      {bytes(view.stride_token, tokens), static_cast<cuuint64_t>(atom * 2),
+       bytes(view.stride_head, map_heads), bytes(view.stride_batch, map_batch)},
+      {static_cast<cuuint32_t>(atom), 64, static_cast<cuuint32_t>(head_dim / atom), 1, 1},
+      0};
+  CUtensorMap map;
+  const CUresult result = encode(key, &map);
   MT_CHECK_SUPPORTED(result == CUDA_SUCCESS, name, ": the driver cannot map [", batch, ", ", tokens,
                      ", ", heads, ", ", head_dim, "] with strides ", view.stride_batch, ", ",
                      view.stride_token, ", ", view.stride_head, " (CUresult ",
@@ -123,18 +156,17 @@ CUtensorMap gradient_map(const char* name, const View& view, int64_t head_dim, i
   const auto bytes = [](int64_t stride, int64_t size) {
     return static_cast<cuuint64_t>(size > 1 ? stride * 4 : 128);
   };
-  const cuuint64_t sizes[5] = {32, static_cast<cuuint64_t>(tokens),
-                               static_cast<cuuint64_t>(head_dim / 32),
-                               static_cast<cuuint64_t>(heads), static_cast<cuuint64_t>(batch)};
-  const cuuint64_t strides[4] = {bytes(view.stride_token, tokens), 128,
-                                 bytes(view.stride_head, heads), bytes(view.stride_batch, batch)};
-  const cuuint32_t box[5] = {32, 16, static_cast<cuuint32_t>(head_dim / 64), 1, 1};
-  const cuuint32_t steps[5] = {1, 1, 1, 1, 1};
+  const MapKey key = {reinterpret_cast<uint64_t>(view.data),
+                      CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
+                      CU_TENSOR_MAP_SWIZZLE_128B,
+                      {32, static_cast<cuuint64_t>(tokens), static_cast<cuuint64_t>(head_dim / 32),
+                       static_cast<cuuint64_t>(heads), static_cast<cuuint64_t>(batch)},
+                      {bytes(view.stride_token, tokens), 128, bytes(view.stride_head, heads),
+                       bytes(view.stride_batch, batch)},
+                      {32, 16, static_cast<cuuint32_t>(head_dim / 64), 1, 1},
+                      0};
   CUtensorMap map;
-  const CUresult result =
-      tensor_map_encoder()(&map, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 5, view.data, sizes, strides, box,
-                           steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                           CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult result = encode(key, &map);
   MT_CHECK_SUPPORTED(result == CUDA_SUCCESS, name, ": the driver cannot map [", batch, ", ", tokens,
                      ", ", heads, ", ", head_dim, "] float32 with strides ", view.stride_batch,
                      ", ", view.stride_token, ", ", view.stride_head, " (CUresult ",
