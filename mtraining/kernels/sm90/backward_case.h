@@ -134,8 +134,9 @@ inline void expect_rounded_dq(const Case& c, BackwardParams g, std::vector<KeySo
     const uint16_t right = i >= count                   ? 0xFFFF
                            : c.dtype == DType::kFloat16 ? testing::to_fp16(wanted[i])
                                                         : testing::to_bf16(wanted[i]);
-    // Zeros may differ in their sign: a sum begins with +0.
-    ASSERT_TRUE(got[i] == right || ((got[i] | right) & 0x7FFF) == 0)
+    // Zeros may differ in their sign: a sum begins with +0. Reductions take what is below the least normal float32 for 0.
+    const int below = c.dtype == DType::kFloat16 ? 0 : 0x7F;
+    ASSERT_TRUE(got[i] == right || ((got[i] | right) & 0x7FFF & ~below) == 0)
         << "dq_rounded, element " << i << " of " << count;
   }
 }
@@ -355,12 +356,12 @@ inline Gradients run_case(const Case& c) {
       const std::string title = concat(c.name, deterministic ? ", deterministic, " : ", ", name);
       const testing::Verdict verdict = testing::compare(title, values, right, low, D, precision);
       // Where keys are large and one has nearly all of a row's weight, delta's rounding is not cancelled, and a plain computation itself
-      // is beyond the comparator's cap. There: no worse than plain, in the worst row and over all rows. Nowhere else.
+      // is beyond the comparator's cap. There: no worse than plain over all rows, and little worse in the worst one. Nowhere else.
       const bool beyond_plain = c.outlier_channel > 0 || c.cp_size > 32;
       if (beyond_plain && !verdict.ok && std::isfinite(verdict.worst)) {
         const testing::Verdict of_low = testing::compare(title, low, right, {}, D, precision);
         EXPECT_GT(2 * of_low.worst, verdict.allowed) << verdict.text;
-        EXPECT_LE(verdict.worst, 1.1 * of_low.worst) << verdict.text;
+        EXPECT_LE(verdict.worst, 1.25 * of_low.worst) << verdict.text;
         EXPECT_LE(distance(values, right), distance(low, right)) << verdict.text;
         return concat(name, " ", verdict.worst, " where plain has ", of_low.worst);
       }

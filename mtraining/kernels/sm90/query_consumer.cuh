@@ -96,13 +96,13 @@ struct QueryConsumer {
 
   static constexpr bool kScaleLast = std::is_same_v<Element, __half>;  // see KeyConsumer
 
-  /// Scores and dp to rounded dS. As in KeyConsumer, hidden pairs and keys that have all of a row's weight get 0.
+  /// Scores and dp to rounded dS. Where compared, as in KeyConsumer, hidden pairs and keys that have all of a row's weight get 0.
   __device__ __forceinline__ void gradients(uint32_t (&ds)[4][4], const float (&p)[32],
-                                            float (&dp)[32], bool masked) const {
+                                            float (&dp)[32], bool compared) const {
     const float scale = kScaleLast ? 1.0f : args.scale;
 #pragma unroll
     for (int i = 0; i < 32; ++i) dp[i] = p[i] * fmaf(dp[i], scale, delta[i / 2 % 2]);
-    if (masked) {
+    if (compared) {
 #pragma unroll
       for (int i = 0; i < 32; ++i) {
         const float all = 1.0f - 1e-6f - 3e-7f * fabsf(lse[i / 2 % 2]);
@@ -187,7 +187,10 @@ struct QueryConsumer {
       wgmma_wait<0>();
       pin(dp);
       uint32_t ds[4][4];
-      gradients(ds, s, dp, masked);
+      // A tile that shows two keys or more to every row is not compared: it holds no row that sees one key alone.
+      const bool compared = (stage.flags & kMaskEach) != 0 ||
+                            (masked && __popc(stage.bits_low) + __popc(stage.bits_high) < 2);
+      gradients(ds, s, dp, compared);
       wgmma_fence();
       const uint64_t k = matrix_descriptor<8192, 1024>(Shape::keys(base, stage.slot));
 #pragma unroll
