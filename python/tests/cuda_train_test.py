@@ -275,7 +275,7 @@ def test_a_steps_memory_is_the_plans(runs, more):
         command += ["--set", f"{key}={value}"]
     result = subprocess.run([*command, "--json"], capture_output=True, text=True, check=True)
     plan = json.loads(result.stdout)["plan"]
-    assert plan["device_bytes"] == pytest.approx(peak, rel=0.1), plan["memory"]
+    assert plan["device_bytes"] == pytest.approx(peak, rel=0.05), plan["memory"]
 
 
 def test_accumulation_and_bf16_gradients(runs):
