@@ -123,9 +123,9 @@ CUtensorMap tensor_map(const char* name, const ConstView& view, DType dtype, int
   const int64_t map_batch = view.stride_batch == 0 ? 1 : batch;
   const MapKey key = {
       reinterpret_cast<uint64_t>(view.data),
-      dtype == DType::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
-                                : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-      atom == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
+      static_cast<uint64_t>(dtype == DType::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+                                                      : CU_TENSOR_MAP_DATA_TYPE_FLOAT16),
+      static_cast<uint64_t>(atom == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B),
       {static_cast<cuuint64_t>(atom), static_cast<cuuint64_t>(tokens),
        static_cast<cuuint64_t>(head_dim / atom), static_cast<cuuint64_t>(map_heads),
        static_cast<cuuint64_t>(map_batch)},
