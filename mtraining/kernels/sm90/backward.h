@@ -29,7 +29,7 @@ bool rounds_dq(const BackwardParams& params);
 
 void backward(const BackwardParams& params);
 
-/// delta[b, h, i] = sum over D of dout * out, 0 where lse is -inf (out and dout are then not looked at). out, dout: 16-byte aligned,
+/// delta[b, h, i] = sum over D of dout * out, 0 where lse is -inf (whatever out and dout then hold). out, dout: 16-byte aligned,
 /// strides multiples of 8, 0 allowed. Uses no workspace.
 void delta(const BackwardParams& params, const RoundedOut& out, void* delta);
 

@@ -160,9 +160,10 @@ __global__ void __launch_bounds__(256) compute_delta(const __grid_constant__ Del
                 batch = unit / args.num_heads / args.num_queries;
   const bool real = unit < static_cast<int64_t>(args.num_rows) * args.num_queries;
   const int64_t at = (batch * args.num_heads + head) * args.num_queries + token;
-  const bool counts = real && args.lse[real ? at : 0] != -INFINITY;
   float sum = 0;
-  if (counts) {
+  if (real) {
+    // Asked for before it is known whether the row counts: rows that do not may hold anything, and are then not used.
+    const float lse = args.lse[at];
     const uint4 dout = load_eight(args.dout, batch, token, head, lane),
                 near = load_eight(args.rounded, batch, token, head, lane);
     uint4 rest = make_uint4(0, 0, 0, 0);
@@ -177,6 +178,7 @@ __global__ void __launch_bounds__(256) compute_delta(const __grid_constant__ Del
     add(dout.y, near.y, rest.y);
     add(dout.z, near.z, rest.z);
     add(dout.w, near.w, rest.w);
+    if (lse == -INFINITY) sum = 0;
   }
 #pragma unroll
   for (int i = kLanes / 2; i > 0; i /= 2) sum += __shfl_xor_sync(~0u, sum, i);
