@@ -156,9 +156,19 @@ __global__ void __launch_bounds__(256) compute_delta(const __grid_constant__ Del
   constexpr int kLanes = kD / 8;
   const int lane = threadIdx.x % kLanes;
   const int64_t unit = static_cast<int64_t>(blockIdx.x) * (256 / kLanes) + threadIdx.x / kLanes;
-  const int64_t head = unit % args.num_heads, token = unit / args.num_heads % args.num_queries,
-                batch = unit / args.num_heads / args.num_queries;
-  const bool real = unit < static_cast<int64_t>(args.num_rows) * args.num_queries;
+  const int64_t units = static_cast<int64_t>(args.num_rows) * args.num_queries;
+  const bool real = unit < units;
+  int64_t head, token, batch;
+  if (units <= UINT32_MAX) {  // 64-bit divisions would take as long as the memory
+    const uint32_t row = static_cast<uint32_t>(unit) / args.num_heads;
+    head = static_cast<uint32_t>(unit) - row * args.num_heads;
+    batch = row / args.num_queries;
+    token = row - batch * args.num_queries;
+  } else {
+    head = unit % args.num_heads;
+    token = unit / args.num_heads % args.num_queries;
+    batch = unit / args.num_heads / args.num_queries;
+  }
   const int64_t at = (batch * args.num_heads + head) * args.num_queries + token;
   float sum = 0;
   if (real) {
