@@ -30,16 +30,20 @@ class DeviceMirror {
     workspace_ = bytes_;
     bytes_ += workspace_bytes;
     run(cudaMalloc(&memory_, bytes_), "cudaMalloc");
+    upload();
+  }
+  ~DeviceMirror() { cudaFree(memory_); }
+  DeviceMirror(const DeviceMirror&) = delete;
+  DeviceMirror& operator=(const DeviceMirror&) = delete;
+
+  /// All ranges as the host has them; the rest, the workspace too, is filled with ones.
+  void upload() const {
     run(cudaMemset(memory_, 0xFF, bytes_), "cudaMemset");
     for (size_t i = 0; i < ranges_.size(); ++i)
       run(cudaMemcpy(memory_ + offsets_[i], ranges_[i].data, ranges_[i].bytes,
                      cudaMemcpyHostToDevice),
           "copying to the device");
   }
-  ~DeviceMirror() { cudaFree(memory_); }
-  DeviceMirror(const DeviceMirror&) = delete;
-  DeviceMirror& operator=(const DeviceMirror&) = delete;
-
   /// Waits for the launch and copies everything back.
   void download() const {
     run(cudaDeviceSynchronize(), "the kernels");

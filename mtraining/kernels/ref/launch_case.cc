@@ -146,6 +146,34 @@ std::string GuardedTensor::broken_guard() const {
   return "";
 }
 
+namespace {
+
+/// Queries of even documents look along one axis, keys of odd ones lie on it, and the other way round.
+void hide_huge_scores(const LaunchOptions& o, const std::vector<int32_t>& document_starts,
+                      mtraining::testing::Qkv& values) {
+  const int64_t n = o.layout.seq_len, d = o.head_dim;
+  const float size = std::round(std::sqrt(500 * std::sqrt(static_cast<float>(d))));
+  for (int64_t b = 0; b < o.batch; ++b) {
+    int parity = 0;
+    for (int64_t t = 0; t < n; ++t) {
+      const int64_t at = b * n + t;
+      if (t > 0 && document_starts[at] != document_starts[at - 1]) parity = 1 - parity;
+      for (int64_t h = 0; h < o.num_q_heads; ++h) {
+        float* q = values.q.data() + (at * o.num_q_heads + h) * d;
+        q[parity] = size;
+        q[1 - parity] = 0;
+      }
+      for (int64_t h = 0; h < o.num_kv_heads; ++h) {
+        float* k = values.k.data() + (at * o.num_kv_heads + h) * d;
+        k[parity] = 0;
+        k[1 - parity] = t % 3 == 0 ? -size : size;
+      }
+    }
+  }
+}
+
+}  // namespace
+
 LaunchCase::LaunchCase(const LaunchOptions& options) : options_(options), layout_(options.layout) {
   const int64_t n = options.layout.seq_len, rows = options.batch * options.num_q_heads;
   mtraining::testing::QkvOptions qkv;
@@ -156,7 +184,9 @@ LaunchCase::LaunchCase(const LaunchOptions& options) : options_(options), layout
   qkv.head_dim = options.head_dim;
   qkv.seed = options.seed;
   qkv.outlier_channel = options.outlier_channel;
-  const mtraining::testing::Qkv values = mtraining::testing::make_qkv(qkv);
+  mtraining::testing::Qkv values = mtraining::testing::make_qkv(qkv);
+  documents_ = mtraining::testing::make_document_starts(options.documents, options.batch, n);
+  if (options.huge_hidden_scores) hide_huge_scores(options, documents_, values);
   const auto round = [&](const std::vector<float>& x) {
     return mtraining::testing::round_to(precision_of(options.dtype), std::span<const float>(x));
   };
@@ -177,7 +207,6 @@ LaunchCase::LaunchCase(const LaunchOptions& options) : options_(options), layout
     for (size_t i = 0; i < problem_.dout.size(); ++i)
       problem_.dout[i] = problem_.dout[i % options.head_dim];
   }
-  documents_ = mtraining::testing::make_document_starts(options.documents, options.batch, n);
   const int64_t num_blocks = (n + kBlock - 1) / kBlock;
   const Rng rng(options.seed, 7);
   uint64_t draw = 0;

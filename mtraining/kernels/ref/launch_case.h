@@ -52,8 +52,9 @@ struct LaunchOptions {
   double chosen_columns = 0.1;  ///< share
   bool unequal_heads = false;   ///< a quarter, half, three quarters and all of these shares in turn
   double outlier_channel = 0;   ///< > 0: a few channels of q and k multiplied by it
-  double softmax_scale = 0;     ///< 0: 1 / sqrt(head_dim)
-  int64_t misalign = 0;         ///< elements by which tensors are shifted in memory
+  bool huge_hidden_scores = false;  ///< +500 and -500 between neighbouring documents
+  double softmax_scale = 0;         ///< 0: 1 / sqrt(head_dim)
+  int64_t misalign = 0;             ///< elements by which tensors are shifted in memory
   bool deterministic = true;
   int sm_margin = 0;
   uint64_t seed = 1;

@@ -21,15 +21,15 @@ struct alignas(16) QueryRowValues {
 template <int kD>
 struct BackwardKeysShape : BackwardShape<kD> {
   using List = KeyList<BackwardShape<kD>::kWarps>;
-  static constexpr int kColumnWarps = BackwardShape<kD>::kWarps / 2;  // that share 32 keys
-  static constexpr int kQueries = 64 / kColumnWarps;                  // queries of a warp's scores
-  static constexpr int kSummed = kD / kColumnWarps;                   // columns of its gradients
+  // Steps of the keys' and the values' rows that registers have room for.
+  static constexpr int kKeysHeld = kD == 64 ? 4 : 0;
+  static constexpr int kValuesHeld = kD == 64 ? 2 : 0;
   struct Memory {
     typename List::Memory list;
     QueryRowValues values[BackwardShape<kD>::kMaxStages];
   };
   static constexpr int shared_bytes(int stages) {
-    return (2 + 2 * stages) * Tile<kD>::kBytes + Tile<64>::kBytes +
+    return (2 + 2 * stages) * Tile<kD>::kBytes + BackwardShape<kD>::kPassedBytes +
            static_cast<int>(sizeof(Memory));
   }
 };
@@ -44,6 +44,8 @@ struct BackwardKeys {
   List list;
   int row, column, summed, lane;  // of the warp: first key, query, gradient column
   float dk[Shape::kSummed], dv[Shape::kSummed];
+  LeftRows<kD, Shape::kKeysHeld> key_left;
+  LeftRows<kD, Shape::kValuesHeld> value_left;
   int batch = 0;        // of the item
   int32_t position[4];  // of rows row + lane / 4 and each 8 below, INT_MAX where there is no key
   float next_lse = 0, next_delta = 0;  // thread r: row r of the stage on its way
@@ -56,12 +58,15 @@ struct BackwardKeys {
         walked(values + Tile<kD>::kBytes),
         passed(walked + 2 * a.stages * Tile<kD>::kBytes),
         memory(*reinterpret_cast<typename Shape::Memory*>(
-            shared + (2 + 2 * a.stages) * Tile<kD>::kBytes + Tile<64>::kBytes)),
+            shared + (2 + 2 * a.stages) * Tile<kD>::kBytes + Shape::kPassedBytes)),
         list(a, memory.list),
-        row(threadIdx.x / 32 / Shape::kColumnWarps * 32),
-        column(threadIdx.x / 32 % Shape::kColumnWarps * Shape::kQueries),
-        summed(threadIdx.x / 32 % Shape::kColumnWarps * Shape::kSummed),
-        lane(threadIdx.x % 32) {}
+        row(Shape::row()),
+        column(Shape::share() * Shape::kColumns),
+        summed(Shape::share() * Shape::kSummed),
+        lane(threadIdx.x % 32) {
+    key_left.at = Tile<kD>::left(keys, row, lane);
+    value_left.at = Tile<kD>::left(values, row, lane);
+  }
 
   // ---- stages ----
 
@@ -72,22 +77,23 @@ struct BackwardKeys {
   __device__ __forceinline__ void issue(int i) {
     if (i < list.built()) {
       const Stage stage = list.stage(i);
-      const int head = stage.row - batch * args.num_heads;
-      QueryBounds bounds{};
       const bool whole = (stage.info & kWhole) != 0;
-      if (!whole) bounds = args.bounds[int64_t{batch} * args.num_q_blocks + stage.key];
+      QueryBounds bounds{};
+      if (whole) {
+        const WalkedRows from = list.rows(i);
+        load_whole_tile<kD, Shape::kThreads>(queries(i), from.q, args.q.stride_token,
+                                             args.head_dim);
+        load_whole_tile<kD, Shape::kThreads>(queries(i) + Tile<kD>::kBytes, from.dout,
+                                             args.dout.stride_token, args.head_dim);
+      } else {
+        const int head = stage.row - batch * args.num_heads;
+        bounds = args.bounds[int64_t{batch} * args.num_q_blocks + stage.key];
 #pragma unroll 1
-      for (int x = 0; x < 2; ++x) {
-        const Rows& rows = x == 0 ? args.q : args.dout;
-        const uint32_t tile = queries(i) + x * Tile<kD>::kBytes;
-        if (whole)
-          load_whole_tile<kD, Shape::kThreads>(
-              tile, head_of(rows, batch, head) + stage.key * 64 * rows.stride_token,
-              rows.stride_token, args.head_dim);
-        else
-          load_any_tile<kD, Shape::kThreads>(tile,
-                                             query_rows(args, rows, batch, head, stage.key, bounds),
-                                             args.head_dim, args.vectors);
+        for (int x = 0; x < 2; ++x)
+          load_any_tile<kD, Shape::kThreads>(
+              queries(i) + x * Tile<kD>::kBytes,
+              query_rows(args, x == 0 ? args.q : args.dout, batch, head, stage.key, bounds),
+              args.head_dim, args.vectors);
       }
       if (threadIdx.x < 64) {
         const int token = stage.key * 64 + static_cast<int>(threadIdx.x);
@@ -130,13 +136,8 @@ struct BackwardKeys {
 
   // ---- one stage ----
 
-  /// The warps with the same keys wait for one another.
-  __device__ __forceinline__ void meet() const {
-    asm volatile("bar.sync %0, %1;" ::"r"(1 + row / 32), "n"(32 * Shape::kColumnWarps) : "memory");
-  }
-
   /// s[8 j + 2 r + e]: key row + lane / 4 + 8 r, query column + 8 j + 2 (lane % 4) + e.
-  __device__ __forceinline__ void mask(float (&s)[Shape::kQueries], const Stage& stage,
+  __device__ __forceinline__ void mask(float (&s)[Shape::kColumns], const Stage& stage,
                                        const QueryRowValues& of, const uint32_t (&words)[4]) const {
     const bool each = (stage.info & kColumns) != 0 && (stage.info & kEach) != 0;
     uint32_t bits = 0;  // bit x: of s[x]
@@ -148,7 +149,7 @@ struct BackwardKeys {
     if (each || (stage.info & kMasked) != 0) {
       // Pair by pair, in a loop of its own: rare, and short code.
 #pragma unroll 1
-      for (int c = 0; c < Shape::kQueries / 4; ++c) {
+      for (int c = 0; c < Shape::kColumns / 4; ++c) {
         const int query = column + c / 2 * 8 + 2 * (lane % 4) + c % 2;
         const int at = stage.start + query * args.position_stride;
         const int document = of.document[query];
@@ -161,12 +162,16 @@ struct BackwardKeys {
       }
     }
 #pragma unroll
-    for (int x = 0; x < Shape::kQueries; ++x)
+    for (int x = 0; x < Shape::kColumns; ++x)
       if ((bits >> x & 1) != 0) s[x] = -INFINITY;
   }
 
   __device__ __forceinline__ void compute(int i) {
-    constexpr int kElements = Shape::kQueries;
+    constexpr int kElements = Shape::kColumns;
+    if (i == 0) {
+      key_left.hold();
+      value_left.hold();
+    }
     const Stage stage = list.stage(i);
     const QueryRowValues& of = memory.values[(i & (args.stages - 1))];
     const uint32_t of_values = shared_address(&of) + 4 * column + lane % 4 * 8;
@@ -179,25 +184,26 @@ struct BackwardKeys {
     }
     const uint32_t right = Tile<kD>::right(queries(i), lane) + column * Tile<kD>::kRowBytes;
     float s[kElements], dp[kElements];
-    transposed_product_32<Element, kD, kElements>(s, Tile<kD>::left(keys, row, lane), right,
-                                                  Nothing{});
+    transposed_product<Element, kD>(s, key_left, right, Nothing{});
     if ((stage.info & (kMasked | kColumns)) != 0) mask(s, stage, of, words);
     // Pairs of lse and delta, each read a few elements before it is used.
     float2 pair, pair_ahead = load_shared_f2(of_values);
-    transposed_product_32<Element, kD, kElements>(
-        dp, Tile<kD>::left(values, row, lane), right + Tile<kD>::kBytes, [&](int x) {
-          if (x % 8 == 0) {
-            pair = pair_ahead;
-            pair_ahead = load_shared_f2(x < kElements - 8 ? of_values + 4 * x + 32
-                                                          : of_values + sizeof(of.lse));
-          }
-          s[x] = exp2_approx(fmaf(s[x], args.scale_log2, x % 2 == 0 ? -pair.x : -pair.y));
-        });
+    transposed_product<Element, kD>(dp, value_left, right + Tile<kD>::kBytes, [&](int x) {
+      if (x % 8 == 0) {
+        pair = pair_ahead;
+        pair_ahead =
+            load_shared_f2(x < kElements - 8 ? of_values + 4 * x + 32 : of_values + sizeof(of.lse));
+      }
+      s[x] = exp2_approx(fmaf(s[x], args.scale_log2, x % 2 == 0 ? -pair.x : -pair.y));
+    });
     const uint32_t left = Tile<64>::left(passed, row, lane);
-    store_rows_32<Element, kElements>(passed, s, row, column, lane);
-    meet();
-    add_product_32<Element, kD, Shape::kSummed, kElements>(
-        dv, left, Tile<kD>::summed(queries(i) + Tile<kD>::kBytes, lane), summed, [&](int x) {
+    typename Shape::Packed own;
+    pack_rows<Element, kElements>(own, s);
+    store_rows(passed, own, row, column, lane);
+    const auto meet = [] { Shape::meet(); };
+    add_product<Element, kD, Shape::kSummed, kElements>(
+        dv, own, left, column, Tile<kD>::summed(queries(i) + Tile<kD>::kBytes, lane), summed, meet,
+        [&](int x) {
           if (x % 8 == 0) {
             pair = pair_ahead;
             if (x < kElements - 8)
@@ -205,11 +211,11 @@ struct BackwardKeys {
           }
           dp[x] = s[x] * (dp[x] - (x % 2 == 0 ? pair.x : pair.y));
         });
-    meet();
-    store_rows_32<Element, kElements>(passed, dp, row, column, lane);
-    meet();
-    add_product_32<Element, kD, Shape::kSummed, kElements>(
-        dk, left, Tile<kD>::summed(queries(i), lane), summed, Nothing{});
+    pack_rows<Element, kElements>(own, dp);
+    meet();  // the others have read P
+    store_rows(passed, own, row, column, lane);
+    add_product<Element, kD, Shape::kSummed, kElements>(
+        dk, own, left, column, Tile<kD>::summed(queries(i), lane), summed, meet, Nothing{});
   }
 
   // ---- items ----
@@ -279,9 +285,8 @@ struct BackwardKeys {
             tile.start, args.position_stride, 0,       args.seq_len - 1};
   }
 
-  __device__ __forceinline__ void store_rows(const FloatRows& rows,
-                                             const float (&sum)[Shape::kSummed], float scale,
-                                             const KeyTile& tile) const {
+  __device__ __forceinline__ void write(const FloatRows& rows, const float (&sum)[Shape::kSummed],
+                                        float scale, const KeyTile& tile) const {
     const SourceArgs& source = args.sources[tile.source];
     const int64_t batch = tile.row / args.num_heads,
                   kv_head = tile.row % args.num_heads / args.heads_per_kv_head;
@@ -377,8 +382,8 @@ struct BackwardKeys {
     const bool turns = args.deterministic && summed.columns;
     if (turns) wait_for_turn(summed);
     if (list.built() > 0) {
-      store_rows(args.dk[summed.source], dk, args.scale, summed);
-      store_rows(args.dv[summed.source], dv, 1, summed);
+      write(args.dk[summed.source], dk, args.scale, summed);
+      write(args.dv[summed.source], dv, 1, summed);
     }
     if (turns) end_turn(summed);
   }

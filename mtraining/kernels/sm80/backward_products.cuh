@@ -2,148 +2,85 @@
 //
 // In:   tiles in shared memory. Out: accumulators. Next: backward_keys_kernel.cuh, backward_queries_kernel.cuh.
 //
-// Query pass: a warp has 16 rows of the tile that stays (queries) and all 64 of the tile that passes by. Above head_dim 128 two
-// warps share the rows: both compute the scores, each sums its half of the gradient's columns.
-// Key pass: a warp has 32 rows of the tile that stays (keys) and a share of the columns: of the scores, and of the gradient. What
-// passes from the one product to the other goes through shared memory, to the warps with the same rows.
+// A warp has 32 rows of the tile that stays (keys, or queries) and a share of the columns: of the scores, and of the gradient. What
+// goes from the one product into the other passes through shared memory to the warps with the same rows; its own part a warp has.
 #pragma once
 
 #include "mtraining/kernels/sm80/tile.cuh"
 
 namespace mtraining::kernels::sm80 {
 
-/// Steps by which operands are read before their products.
-inline constexpr int kReadAhead = 3;
-inline constexpr int kReadAhead32 = 2;  // of 32 rows, whose reads serve twice the products
+/// Steps by which right operands are read before their products.
+inline constexpr int kReadAhead = 2;
 
 template <int kD>
 struct BackwardShape {
-  static constexpr int kHalves = kD > 128 ? 2 : 1;
-  static constexpr int kWarps = 4 * kHalves;
+  static constexpr int kWarps = kD > 128 ? 8 : 4;
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kBlocksPerSm = kD > 128 ? 1 : 2;
-  static constexpr int kSummed = kD / kHalves;  // columns of a gradient that a warp sums
   static constexpr int kMaxStages = 2;
+  static constexpr int kShares = kWarps / 2;     // warps that share 32 rows of the tile that stays
+  static constexpr int kColumns = 64 / kShares;  // of a warp's scores
+  static constexpr int kSummed = kD / kShares;   // columns of a gradient that a warp sums
+  using Packed = uint32_t[kColumns / 16][2][4];  // a warp's scores as left operands
+  static constexpr int kPassedBytes = Tile<64>::kBytes;
+  __device__ __forceinline__ static int row() { return threadIdx.x / 32 / kShares * 32; }
+  __device__ __forceinline__ static int share() { return threadIdx.x / 32 % kShares; }
+  /// The warps with the same rows wait for one another.
+  __device__ __forceinline__ static void meet() {
+    asm volatile("bar.sync %0, %1;" ::"r"(1 + row() / 32), "n"(32 * kShares) : "memory");
+  }
 };
 
-// Products take a function that is called for the elements 0 .. 31 of another accumulator in turn: arithmetic that fills the gaps
-// between the products of a warp.
-
-/// Calls fn for the elements that belong to one of kSteps steps.
-template <int kSteps, typename Fn>
-__device__ __forceinline__ void visit_elements(int step, const Fn& fn) {
+/// Thirty-two rows of a tile as left operands. The first kHeld steps of 16 of D stay in registers from product to product.
+template <int kD, int kHeld>
+struct LeftRows {
+  static constexpr int kSteps = kD / 16;
+  uint32_t at = 0;  // Tile::left() of the rows
+  uint32_t held[kHeld > 0 ? kHeld : 1][2][4];
+  __device__ __forceinline__ void read(int c, uint32_t (&a)[2][4]) const {
 #pragma unroll
-  for (int x = step * 32 / kSteps; x < (step + 1) * 32 / kSteps; ++x) fn(x);
-}
-
-/// Sixteen rows as left operands: read from a tile step by step, one step ahead of its use ...
-template <int kD>
-struct RowsInTile {
-  uint32_t at;  // Tile::left() of the rows
-  uint32_t a[2][4];
-  __device__ __forceinline__ explicit RowsInTile(uint32_t left) : at(left) {
-    load_matrices(at, a[0]);
+    for (int i = 0; i < 2; ++i) load_matrices((at ^ (c * 32)) + i * 16 * Tile<kD>::kRowBytes, a[i]);
   }
-  __device__ __forceinline__ void read_ahead(int c) {
-    if (c + 1 < kD / 16) load_matrices(at ^ ((c + 1) * 32), a[(c + 1) % 2]);
-  }
-  __device__ __forceinline__ const uint32_t (&step(int c) const)[4] { return a[c % 2]; }
-};
-/// ... or held in registers from tile to tile.
-template <int kD>
-struct RowsHeld {
-  uint32_t a[kD / 16][4];
-  __device__ __forceinline__ void read(uint32_t left) {
+  /// When the tile is there.
+  __device__ __forceinline__ void hold() {
 #pragma unroll
-    for (int c = 0; c < kD / 16; ++c) load_matrices(left ^ (c * 32), a[c]);
+    for (int c = 0; c < kHeld; ++c) read(c, held[c]);
   }
-  __device__ __forceinline__ void read_ahead(int) {}
-  __device__ __forceinline__ const uint32_t (&step(int c) const)[4] { return a[c]; }
 };
 
-/// s[16, 64] = left[16, kD] right[64, kD]^T; right: Tile::right() of the tile.
-template <typename Element, int kD, typename Left, typename Fn>
-__device__ __forceinline__ void transposed_product(float (&s)[32], Left&& left, uint32_t right,
-                                                   const Fn& fn) {
-  constexpr int kSteps = kD / 16 * 4;  // 16 of D, then 16 of the right rows
-  uint32_t b[kReadAhead + 1][4];
-  const auto read = [&](int step) {
-    load_matrices((right ^ (step / 4 * 32)) + step % 4 * 16 * Tile<kD>::kRowBytes,
-                  b[step % (kReadAhead + 1)]);
-  };
-#pragma unroll
-  for (int step = 0; step < kReadAhead; ++step) read(step);
-#pragma unroll
-  for (int x = 0; x < 32; ++x) s[x] = 0;
-#pragma unroll
-  for (int step = 0; step < kSteps; ++step) {
-    const int c = step / 4, n = step % 4;
-    if (step + kReadAhead < kSteps) read(step + kReadAhead);
-    if (n == 1) left.read_ahead(c);
-    const uint32_t(&from)[4] = b[step % (kReadAhead + 1)];
-    multiply<Element>(s + 8 * n, left.step(c), from[0], from[1]);
-    multiply<Element>(s + 8 * n + 4, left.step(c), from[2], from[3]);
-    visit_elements<kSteps>(step, fn);
-  }
-}
+// Products take a function that is called for the elements of another accumulator in turn: arithmetic that fills the gaps between
+// the products of a warp.
 
-/// sum[16, kSummed] += p[16, 64] right[64, kSummed]; right: summed() of the tile, from first_column on.
-template <typename Element, int kD, int kSummed, typename Fn>
-__device__ __forceinline__ void add_product(float (&sum)[kSummed / 2], const uint32_t (&p)[4][4],
-                                            uint32_t right, int first_column, const Fn& fn) {
-  constexpr int kColumnSteps = kSummed / 16, kSteps = 4 * kColumnSteps;
-  const uint32_t first = right ^ (first_column * 2);
-  uint32_t b[kReadAhead + 1][4];
-  const auto read = [&](int step) {
-    load_matrices_transposed(
-        (first ^ (step % kColumnSteps * 32)) + step / kColumnSteps * 16 * Tile<kD>::kRowBytes,
-        b[step % (kReadAhead + 1)]);
-  };
-#pragma unroll
-  for (int step = 0; step < kReadAhead; ++step) read(step);
-#pragma unroll
-  for (int step = 0; step < kSteps; ++step) {
-    if (step + kReadAhead < kSteps) read(step + kReadAhead);
-    float* at = sum + 8 * (step % kColumnSteps);
-    const uint32_t(&from)[4] = b[step % (kReadAhead + 1)];
-    multiply<Element>(at, p[step / kColumnSteps], from[0], from[1]);
-    multiply<Element>(at + 4, p[step / kColumnSteps], from[2], from[3]);
-    visit_elements<kSteps>(step, fn);
-  }
-}
-
-/// s[32, kColumns] = left[32, kD] right[kColumns, kD]^T; left: Tile::left() of the first row, right: Tile::right() of the first column.
+/// s[32, kColumns] = left[32, kD] right[kColumns, kD]^T; right: Tile::right() of the first column.
 /// s[8 j + 4 i + ..]: rows 16 i .., columns 8 j ...
-template <typename Element, int kD, int kColumns, typename Fn>
-__device__ __forceinline__ void transposed_product_32(float (&s)[kColumns], uint32_t left,
-                                                      uint32_t right, const Fn& fn) {
+template <typename Element, int kD, int kHeld, int kColumns, typename Fn>
+__device__ __forceinline__ void transposed_product(float (&s)[kColumns],
+                                                   const LeftRows<kD, kHeld>& left, uint32_t right,
+                                                   const Fn& fn) {
   constexpr int kPieces = kColumns / 16, kSteps = kD / 16 * kPieces;
-  uint32_t a[2][2][4], b[kReadAhead32 + 1][4];
+  uint32_t a[2][2][4], b[kReadAhead + 1][4];
   const auto read = [&](int step) {
     load_matrices((right ^ (step / kPieces * 32)) + step % kPieces * 16 * Tile<kD>::kRowBytes,
-                  b[step % (kReadAhead32 + 1)]);
+                  b[step % (kReadAhead + 1)]);
   };
-  const auto read_left = [&](int c) {
+  if (kHeld == 0) left.read(0, a[0]);
 #pragma unroll
-    for (int i = 0; i < 2; ++i)
-      load_matrices((left ^ (c * 32)) + i * 16 * Tile<kD>::kRowBytes, a[c % 2][i]);
-  };
-  read_left(0);
-#pragma unroll
-  for (int step = 0; step < kReadAhead32; ++step) read(step);
+  for (int step = 0; step < kReadAhead; ++step) read(step);
 #pragma unroll
   for (int x = 0; x < kColumns; ++x) s[x] = 0;
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
     const int c = step / kPieces, n = step % kPieces;
-    if (step + kReadAhead32 < kSteps) read(step + kReadAhead32);
-    if (n == 0 && c + 1 < kD / 16) read_left(c + 1);
-    const uint32_t(&from)[4] = b[step % (kReadAhead32 + 1)];
+    if (step + kReadAhead < kSteps) read(step + kReadAhead);
+    if (n == 0 && c + 1 >= kHeld && c + 1 < kD / 16) left.read(c + 1, a[(c + 1) % 2]);
+    const uint32_t(&from)[4] = b[step % (kReadAhead + 1)];
+    const uint32_t(*rows)[4] = c < kHeld ? left.held[c < kHeld ? c : 0] : a[c % 2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
 #pragma unroll
       for (int i = 0; i < 2; ++i)
-        multiply<Element>(s + 16 * n + 8 * half + 4 * i, a[c % 2][i], from[2 * half],
+        multiply<Element>(s + 16 * n + 8 * half + 4 * i, rows[i], from[2 * half],
                           from[2 * half + 1]);
     }
 #pragma unroll
@@ -151,71 +88,91 @@ __device__ __forceinline__ void transposed_product_32(float (&s)[kColumns], uint
   }
 }
 
-/// sum[32, kSummed] += p[32, 64] right[64, kSummed]; left: Tile<64>::left() of p's first row, right: summed() of the tile. fn is called for
-/// the elements 0 .. kElements - 1.
-template <typename Element, int kD, int kSummed, int kElements, typename Fn>
-__device__ __forceinline__ void add_product_32(float (&sum)[kSummed], uint32_t left, uint32_t right,
-                                               int first_column, const Fn& fn) {
-  constexpr int kPieces = kSummed / 16, kSteps = 4 * kPieces;
+/// sum[32, kSummed] += p[32, 64] right[64, kSummed]. The warp has its own columns of p, own_column .., in registers and begins with
+/// them; meet() returns when the other warps have stored theirs. left: Tile<64>::left() of p's first row,
+/// right: summed() of the tile. fn is called for the elements 0 .. kColumns - 1.
+template <typename Element, int kD, int kSummed, int kColumns, typename Meet, typename Fn>
+__device__ __forceinline__ void add_product(float (&sum)[kSummed],
+                                            const uint32_t (&own)[kColumns / 16][2][4],
+                                            uint32_t left, int own_column, uint32_t right,
+                                            int first_column, const Meet& meet, const Fn& fn) {
+  constexpr int kPieces = kSummed / 16, kSteps = 4 * kPieces, kOwn = kColumns / 16;
+  constexpr int kMeet = kOwn * kPieces - 2;  // early enough for the operands behind it
   const uint32_t first = right ^ (first_column * 2);
-  uint32_t a[2][2][4], b[kReadAhead32 + 1][4];
+  uint32_t a[2][2][4], b[kReadAhead + 1][4];
+  const auto column = [&](int c) { return (own_column + 16 * c) & 63; };
   const auto read = [&](int step) {
     load_matrices_transposed(
-        (first ^ (step % kPieces * 32)) + step / kPieces * 16 * Tile<kD>::kRowBytes,
-        b[step % (kReadAhead32 + 1)]);
+        (first ^ (step % kPieces * 32)) + column(step / kPieces) * Tile<kD>::kRowBytes,
+        b[step % (kReadAhead + 1)]);
   };
   const auto read_left = [&](int c) {
 #pragma unroll
     for (int i = 0; i < 2; ++i)
-      load_matrices((left ^ (c * 32)) + i * 16 * Tile<64>::kRowBytes, a[c % 2][i]);
+      load_matrices((left ^ (column(c) * 2)) + i * 16 * Tile<64>::kRowBytes, a[c % 2][i]);
   };
 #pragma unroll
-  for (int step = 0; step < kReadAhead32; ++step) read(step);
-  read_left(0);
+  for (int step = 0; step < kReadAhead; ++step) read(step);
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
     const int c = step / kPieces, n = step % kPieces;
-    if (step + kReadAhead32 < kSteps) read(step + kReadAhead32);
-    if (n == 0 && c + 1 < 4) read_left(c + 1);
-    const uint32_t(&from)[4] = b[step % (kReadAhead32 + 1)];
+    if (step + kReadAhead < kSteps) read(step + kReadAhead);
+    if (step == kMeet) {
+      meet();
+      read_left(kOwn);
+    }
+    if (n == 0 && c >= kOwn && c + 1 < 4) read_left(c + 1);
+    const uint32_t(&from)[4] = b[step % (kReadAhead + 1)];
+    const uint32_t(*rows)[4] = c < kOwn ? own[c < kOwn ? c : 0] : a[c % 2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
 #pragma unroll
       for (int i = 0; i < 2; ++i)
-        multiply<Element>(sum + 16 * n + 8 * half + 4 * i, a[c % 2][i], from[2 * half],
+        multiply<Element>(sum + 16 * n + 8 * half + 4 * i, rows[i], from[2 * half],
                           from[2 * half + 1]);
     }
 #pragma unroll
-    for (int x = step * kElements / kSteps; x < (step + 1) * kElements / kSteps; ++x) fn(x);
+    for (int x = step * kColumns / kSteps; x < (step + 1) * kColumns / kSteps; ++x) fn(x);
   }
 }
 
-/// s[32, kColumns] rounded, to columns first_column .. of rows that Tile<64> has; row: the warp's first.
+/// 32 x kColumns accumulators, rounded, as left operands.
 template <typename Element, int kColumns>
-__device__ __forceinline__ void store_rows_32(uint32_t tile, const float (&s)[kColumns], int row,
-                                              int first_column, int lane) {
+__device__ __forceinline__ void pack_rows(uint32_t (&p)[kColumns / 16][2][4],
+                                          const float (&s)[kColumns]) {
 #pragma unroll
-  for (int j = 0; j < kColumns / 8; ++j) {
+  for (int c = 0; c < kColumns / 16; ++c) {
 #pragma unroll
-    for (int x = 0; x < 4; ++x)  // rows 8 apart
-      store_shared_u32(tile + (row + 8 * x + lane / 4) * Tile<64>::kRowBytes +
-                           (((first_column / 8 + j) ^ (lane / 4)) << 4) + lane % 4 * 4,
-                       pack<Element>(s[8 * j + 2 * x], s[8 * j + 2 * x + 1]));
+    for (int i = 0; i < 2; ++i) {
+#pragma unroll
+      for (int x = 0; x < 4; ++x) {  // rows 8 apart, then columns 8 apart
+        const int at = 16 * c + 8 * (x / 2) + 4 * i + 2 * (x % 2);
+        p[c][i][x] = pack<Element>(s[at], s[at + 1]);
+      }
+    }
+  }
+}
+
+/// The same into columns first_column .. of rows that Tile<64> has; row: the warp's first.
+template <int kPieces>
+__device__ __forceinline__ void store_rows(uint32_t tile, const uint32_t (&p)[kPieces][2][4],
+                                           int row, int first_column, int lane) {
+#pragma unroll
+  for (int c = 0; c < kPieces; ++c) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+#pragma unroll
+      for (int x = 0; x < 4; ++x)
+        store_shared_u32(tile + (row + 16 * i + 8 * (x % 2) + lane / 4) * Tile<64>::kRowBytes +
+                             (((first_column / 8 + 2 * c + x / 2) ^ (lane / 4)) << 4) +
+                             lane % 4 * 4,
+                         p[c][i][x]);
+    }
   }
 }
 
 struct Nothing {
   __device__ __forceinline__ void operator()(int) const {}
 };
-
-/// 16 x 64 accumulators as left operands.
-template <typename Element>
-__device__ __forceinline__ void round_rows(uint32_t (&p)[4][4], const float (&s)[32]) {
-#pragma unroll
-  for (int c = 0; c < 4; ++c) {
-#pragma unroll
-    for (int x = 0; x < 4; ++x) p[c][x] = pack<Element>(s[8 * c + 2 * x], s[8 * c + 2 * x + 1]);
-  }
-}
 
 }  // namespace mtraining::kernels::sm80

@@ -12,9 +12,15 @@ namespace mtraining::kernels::sm80 {
 
 template <int kD>
 struct BackwardQueriesShape : BackwardShape<kD> {
-  using List = QueryList<1, BackwardShape<kD>::kWarps>;
+  using Base = BackwardShape<kD>;
+  using List = QueryList<1, Base::kWarps, Base::kThreads + kStagesKept,
+                         kQueryColumns * Base::kWarps + kStagesKept>;
+  // Steps of the queries' and the output gradients' rows that registers have room for.
+  static constexpr int kQueriesHeld = kD == 128 ? 7 : 4;
+  static constexpr int kDoutsHeld = kD == 128 ? 0 : 4;
   static constexpr int shared_bytes(int stages) {
-    return (2 + 2 * stages) * Tile<kD>::kBytes + static_cast<int>(sizeof(typename List::Memory));
+    return (2 + 2 * stages) * Tile<kD>::kBytes + Base::kPassedBytes +
+           static_cast<int>(sizeof(typename List::Memory));
   }
 };
 
@@ -23,27 +29,31 @@ struct BackwardQueries {
   using Shape = BackwardQueriesShape<kD>;
   using List = typename Shape::List;
   const BackwardArgs& args;
-  uint32_t queries, douts, walked;  // shared addresses
+  uint32_t queries, douts, walked, passed;  // shared addresses; passed: dS of a stage
   List list;
-  int warp, half, lane;
+  int first, column, summed, lane;  // of the warp: row, key of its scores, gradient column
   int row = 0, q_block = 0;
-  float dq[Shape::kSummed / 2];
-  // Queries are read from shared memory once an item, where registers hold them.
-  static constexpr bool kHeld = kD <= 128;
-  RowsHeld<kHeld ? kD : 16> held;
-  float lse[2],
-      delta[2];  // of rows lane / 4 and 8 below; lse in powers of two, +inf where the row is empty
+  float dq[Shape::kSummed];
+  LeftRows<kD, Shape::kQueriesHeld> query_left;
+  LeftRows<kD, Shape::kDoutsHeld> dout_left;
+  // Of rows first + lane / 4 and each 8 below; lse in powers of two, +inf where the row is empty.
+  float lse[4], delta[4];
 
   __device__ __forceinline__ BackwardQueries(const BackwardArgs& a, char* memory)
       : args(a),
         queries(shared_address(memory)),
         douts(queries + Tile<kD>::kBytes),
         walked(douts + Tile<kD>::kBytes),
-        list(a, *reinterpret_cast<typename List::Memory*>(memory +
-                                                          (2 + 2 * a.stages) * Tile<kD>::kBytes)),
-        warp(threadIdx.x / 32 % 4),
-        half(threadIdx.x / 128),
-        lane(threadIdx.x % 32) {}
+        passed(walked + 2 * a.stages * Tile<kD>::kBytes),
+        list(a, *reinterpret_cast<typename List::Memory*>(
+                    memory + (2 + 2 * a.stages) * Tile<kD>::kBytes + Shape::kPassedBytes)),
+        first(Shape::row()),
+        column(Shape::share() * Shape::kColumns),
+        summed(Shape::share() * Shape::kSummed),
+        lane(threadIdx.x % 32) {
+    query_left.at = Tile<kD>::left(queries, first, lane);
+    dout_left.at = Tile<kD>::left(douts, first, lane);
+  }
 
   __device__ __forceinline__ uint32_t keys(int i) const {
     return walked + (i & (args.stages - 1)) * 2 * Tile<kD>::kBytes;
@@ -69,8 +79,8 @@ struct BackwardQueries {
                                        query_rows(args, args.dout, batch, head, q_block, bounds),
                                        args.head_dim, args.vectors);
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int inside = 16 * warp + lane / 4 + 8 * r;
+    for (int r = 0; r < 4; ++r) {
+      const int inside = first + lane / 4 + 8 * r;
       const int token = q_block * 64 + inside;
       lse[r] = -INFINITY;
       delta[r] = 0;
@@ -86,55 +96,56 @@ struct BackwardQueries {
       }
     }
 #pragma unroll
-    for (int x = 0; x < Shape::kSummed / 2; ++x) dq[x] = 0;
+    for (int x = 0; x < Shape::kSummed; ++x) dq[x] = 0;
   }
 
   __device__ __forceinline__ void compute(int i) {
-    float s[32], dp[32];
-    if constexpr (kHeld) {
-      if (i == 0) held.read(Tile<kD>::left(queries, 16 * warp, lane));
-      transposed_product<Element, kD>(s, held, Tile<kD>::right(keys(i), lane), Nothing{});
-    } else {
-      transposed_product<Element, kD>(s, RowsInTile<kD>(Tile<kD>::left(queries, 16 * warp, lane)),
-                                      Tile<kD>::right(keys(i), lane), Nothing{});
+    constexpr int kColumns = Shape::kColumns;
+    if (i == 0) {
+      query_left.hold();
+      dout_left.hold();
     }
-    if ((list.stage(i).info & kMasked) != 0) mask_scores(s, args, list, i, 0, q_block, warp, lane);
-    transposed_product<Element, kD>(
-        dp, RowsInTile<kD>(Tile<kD>::left(douts, 16 * warp, lane)),
-        Tile<kD>::right(keys(i) + Tile<kD>::kBytes, lane),
-        [&](int x) { s[x] = exp2_approx(fmaf(s[x], args.scale_log2, -lse[x / 2 % 2])); });
+    const uint32_t right = Tile<kD>::right(keys(i), lane) + column * Tile<kD>::kRowBytes;
+    float s[kColumns], dp[kColumns];
+    transposed_product<Element, kD>(s, query_left, right, Nothing{});
+    if ((list.stage(i).info & kMasked) != 0)
+      mask_scores<4, kColumns>(s, args, list, i, 0, q_block, first, column, lane);
+    transposed_product<Element, kD>(dp, dout_left, right + Tile<kD>::kBytes, [&](int x) {
+      s[x] = exp2_approx(fmaf(s[x], args.scale_log2, -lse[x / 2 % 4]));
+    });
 #pragma unroll
-    for (int x = 0; x < 32; ++x) s[x] *= dp[x] - delta[x / 2 % 2];
-    uint32_t ds[4][4];
-    round_rows<Element>(ds, s);
-    add_product<Element, kD, Shape::kSummed>(dq, ds, Tile<kD>::summed(keys(i), lane),
-                                             half * Shape::kSummed, Nothing{});
+    for (int x = 0; x < kColumns; ++x) s[x] *= dp[x] - delta[x / 2 % 4];
+    typename Shape::Packed own;
+    pack_rows<Element, kColumns>(own, s);
+    store_rows(passed, own, first, column, lane);
+    add_product<Element, kD, Shape::kSummed, kColumns>(
+        dq, own, Tile<64>::left(passed, first, lane), column, Tile<kD>::summed(keys(i), lane),
+        summed, [] { Shape::meet(); }, Nothing{});
   }
 
   __device__ __forceinline__ void store() {
     const int64_t batch = row / args.num_heads, head = row % args.num_heads;
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int64_t token = q_block * 64 + 16 * warp + lane / 4 + 8 * r;
+    for (int r = 0; r < 4; ++r) {
+      const int64_t token = q_block * 64 + first + lane / 4 + 8 * r;
       const bool none = lse[r] == INFINITY;
       if (args.dq_rounded.data != nullptr) {
         device::store_rounded<Element, Shape::kSummed>(
-            args.dq_rounded.row(batch, token, head) + half * Shape::kSummed, nullptr,
-            token < args.num_queries, args.head_dim - half * Shape::kSummed, args.vector_rounded,
-            lane, [&](int j) {
+            args.dq_rounded.row(batch, token, head) + summed, nullptr, token < args.num_queries,
+            args.head_dim - summed, args.vector_rounded, lane, [&](int j) {
               return none ? make_float2(0, 0)
-                          : make_float2(dq[4 * j + 2 * r] * args.scale,
-                                        dq[4 * j + 2 * r + 1] * args.scale);
+                          : make_float2(dq[8 * j + 2 * r] * args.scale,
+                                        dq[8 * j + 2 * r + 1] * args.scale);
             });
         continue;
       }
       if (none) continue;
       float* at = args.dq.data + batch * args.dq.stride_batch + token * args.dq.stride_token +
-                  head * args.dq.stride_head + half * Shape::kSummed + 2 * (lane % 4);
+                  head * args.dq.stride_head + summed + 2 * (lane % 4);
 #pragma unroll
       for (int j = 0; j < Shape::kSummed / 8; ++j) {
-        if (half * Shape::kSummed + 8 * j >= args.head_dim) break;
-        const float x = dq[4 * j + 2 * r] * args.scale, y = dq[4 * j + 2 * r + 1] * args.scale;
+        if (summed + 8 * j >= args.head_dim) break;
+        const float x = dq[8 * j + 2 * r] * args.scale, y = dq[8 * j + 2 * r + 1] * args.scale;
         if (args.vector_dq) {
           auto* pair = reinterpret_cast<float2*>(at + 8 * j);
           const float2 before = *pair;
@@ -196,8 +207,8 @@ __global__ void __launch_bounds__(BackwardShape<kD>::kThreads, BackwardShape<kD>
     backward_queries_kernel(const __grid_constant__ BackwardArgs args) {
   extern __shared__ __align__(1024) char memory[];
   using List = typename BackwardQueriesShape<kD>::List;
-  auto* list =
-      reinterpret_cast<typename List::Memory*>(memory + (2 + 2 * args.stages) * Tile<kD>::kBytes);
+  auto* list = reinterpret_cast<typename List::Memory*>(
+      memory + (2 + 2 * args.stages) * Tile<kD>::kBytes + BackwardShape<kD>::kPassedBytes);
   BackwardQueries<Element, kD> pass(args, memory);
   pass.run(&list->item);
 }

@@ -21,7 +21,7 @@ struct ForwardShape {
   static constexpr int kGroups = kD > 128 ? 1 : 2;  // query blocks of an item
   static constexpr int kBlocksPerSm = 2;
   static constexpr int kMinSlots = 2, kMaxSlots = 4;
-  using List = QueryList<kGroups, kWarps>;
+  using List = QueryList<kGroups, kWarps, 256, 16>;
   static constexpr int shared_bytes(int slots) {
     return (kGroups + slots) * Tile<kD>::kBytes + static_cast<int>(sizeof(typename List::Memory));
   }
@@ -166,7 +166,7 @@ struct Forward {
   __device__ __forceinline__ void raise_maxima(float (&s)[32], int i, uint32_t info,
                                                float (&shift)[2]) {
     if ((info & (kMasked << kGroup)) != 0)
-      mask_scores(s, args, list, i, kGroup, q_block + kGroup, warp, lane);
+      mask_scores<2, 64>(s, args, list, i, kGroup, q_block + kGroup, 16 * warp, 0, lane);
     float(&most)[2] = row_max[kGroup];
     float top[2];
 #pragma unroll

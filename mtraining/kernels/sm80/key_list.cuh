@@ -28,9 +28,16 @@ struct KeyTile {
   bool columns;
 };
 
+/// Where a whole stage's rows lie in memory.
+struct alignas(16) WalkedRows {
+  const char *q, *dout;
+};
+
 template <int kWarps>
 struct KeyListMemory {
+  static constexpr uint32_t kStagesHeld = 32 * kWarps + kStagesKept;
   Stage stages[kStagesHeld];
+  WalkedRows rows[kStagesHeld];
   KeyTile tile;
   int32_t warp_counts[kWarps];
   int32_t item;
@@ -41,8 +48,9 @@ class KeyList {
  public:
   using Memory = KeyListMemory<kWarps>;
   static constexpr int kThreads = 32 * kWarps;
+  static constexpr uint32_t kStagesHeld = Memory::kStagesHeld;
 
-  __device__ __forceinline__ KeyList(const AttentionArgs& args, Memory& memory)
+  __device__ __forceinline__ KeyList(const BackwardArgs& args, Memory& memory)
       : args_(args), memory_(memory), stages_(shared_address(memory.stages)) {}
 
   /// Before: a barrier after the last use of the item before.
@@ -59,7 +67,9 @@ class KeyList {
     const int4 v = load_shared_v4(stages_ + i % kStagesHeld * kStageBytes);
     return {v.x, static_cast<uint32_t>(v.y), v.z, v.w};
   }
-  /// Until more than `ahead` stages follow stage i - 1, or there are no more.
+  /// Of a whole stage.
+  __device__ __forceinline__ WalkedRows rows(int i) const { return memory_.rows[i % kStagesHeld]; }
+  /// Until more than `ahead` (less than kStagesKept) stages follow stage i - 1, or there are no more.
   __device__ __forceinline__ void refill(int i, int ahead) {
     while (built_ - i <= ahead && !finished_) append();
   }
@@ -137,13 +147,19 @@ class KeyList {
       if (w < warp) before += count;
       added += count;
     }
-    if (needed)
-      memory_.stages[(built_ + before + __popc(votes & ((1u << lane) - 1))) % kStagesHeld] = stage;
+    if (needed) {
+      const uint32_t at = (built_ + before + __popc(votes & ((1u << lane) - 1))) % kStagesHeld;
+      const int batch = row / args_.num_heads, head = row % args_.num_heads;
+      const int64_t token = int64_t{stage.key} * 64;
+      memory_.stages[at] = stage;
+      memory_.rows[at] = {head_of(args_.q, batch, head) + token * args_.q.stride_token,
+                          head_of(args_.dout, batch, head) + token * args_.dout.stride_token};
+    }
     built_ += added;
     __syncthreads();
   }
 
-  const AttentionArgs& args_;
+  const BackwardArgs& args_;
   Memory& memory_;
   uint32_t stages_;  // shared address
   int head_ = 0, next_ = 0, built_ = 0;

@@ -32,16 +32,18 @@ inline constexpr uint32_t kMasked = 1u << 11;  // << group: some pair does not c
 inline constexpr uint32_t kEach = 1u << 13;    // << group: columns, compared pair by pair
 inline constexpr uint32_t kWhole = 1u
                                    << 15;  // of the whole stage: 64 consecutive rows that all count
-inline constexpr uint32_t kStagesHeld = 256;  // of the list in shared memory
 inline constexpr uint32_t kStageBytes = sizeof(Stage);
-inline constexpr uint32_t kBitsHeld = 16;  // column stages
+/// Stages that a list keeps behind those it adds at a time: those still to be used when it is filled again.
+inline constexpr uint32_t kStagesKept = 4;
+inline constexpr int kQueryColumns = 2;  // tiles of columns that a warp looks at at a time
 
-template <int kGroups, int kWarps>
+/// kStagesHeld: in shared memory, of which kColumnsHeld of columns in a row.
+template <int kGroups, int kWarps, uint32_t kStagesHeld, uint32_t kColumnsHeld>
 struct QueryListMemory {
   Stage stages[kStagesHeld];
   StageRows rows[kStagesHeld];
-  uint64_t bits[kBitsHeld][2];    // of column stages: which keys may count, per group
-  int32_t tokens[kBitsHeld][64];  // of column stages: rows of k and v
+  uint64_t bits[kColumnsHeld][2];    // of column stages: which keys may count, per group
+  int32_t tokens[kColumnsHeld][64];  // of column stages: rows of k and v
   QueryBounds bounds[2];
   int32_t source, next,
       columns;  // where the walk goes on; next: candidates (blocks), tiles (columns)
@@ -49,11 +51,13 @@ struct QueryListMemory {
   int32_t item;
 };
 
-template <int kGroups, int kWarps>
+template <int kGroups, int kWarps, uint32_t kStagesHeld, uint32_t kColumnsHeld>
 class QueryList {
  public:
-  using Memory = QueryListMemory<kGroups, kWarps>;
+  using Memory = QueryListMemory<kGroups, kWarps, kStagesHeld, kColumnsHeld>;
   static constexpr int kThreads = 32 * kWarps;
+  static_assert(kStagesHeld >= kThreads + kStagesKept);
+  static_assert(kColumnsHeld >= kQueryColumns * kWarps + kStagesKept);
 
   __device__ __forceinline__ QueryList(const AttentionArgs& args, Memory& memory)
       : args_(args), memory_(memory), stages_(shared_address(memory.stages)) {}
@@ -82,13 +86,13 @@ class QueryList {
     return {v.x, static_cast<uint32_t>(v.y), v.z, v.w};
   }
   __device__ __forceinline__ uint64_t bits(int i, int group) const {
-    return memory_.bits[i % kBitsHeld][group];
+    return memory_.bits[i % kColumnsHeld][group];
   }
   __device__ __forceinline__ const QueryBounds& bounds(int group) const {
     return memory_.bounds[group];
   }
 
-  /// Until more than `ahead` stages follow stage i - 1, or there are no more.
+  /// Until more than `ahead` (less than kStagesKept) stages follow stage i - 1, or there are no more.
   __device__ __forceinline__ void refill(int i, int ahead) {
     while (built_ - i <= ahead && !finished_) append();
   }
@@ -109,7 +113,7 @@ class QueryList {
       return;
     }
     if ((stage.info & kColumns) != 0) {
-      const int32_t* tokens = memory_.tokens[i % kBitsHeld];
+      const int32_t* tokens = memory_.tokens[i % kColumnsHeld];
       const int count = source.column_counts[row_] - stage.key;
       if (args_.vectors)
         load_listed_tile<kD, kThreads>(tile, rows, stride, tokens, count, args_.head_dim);
@@ -295,7 +299,7 @@ class QueryList {
   /// A warp looks at two tiles of 64 columns, two columns a lane.
   __device__ __forceinline__ void append_columns(const SourceArgs& source, int s, int next,
                                                  int count) {
-    constexpr int kTiles = 2;
+    constexpr int kTiles = kQueryColumns;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int32_t* positions = source.column_positions + row_ * source.column_capacity;
     const int first_tile = next + warp * kTiles;
@@ -354,12 +358,12 @@ class QueryList {
 #pragma unroll
     for (int u = 0; u < kTiles; ++u) {
       if (flags[u] == 0) continue;
-      memory_.tokens[at % kBitsHeld][lane] = token[u][0];
-      memory_.tokens[at % kBitsHeld][lane + 32] = token[u][1];
+      memory_.tokens[at % kColumnsHeld][lane] = token[u][0];
+      memory_.tokens[at % kColumnsHeld][lane + 32] = token[u][1];
       if (lane == 0) {
         put(at, {(first_tile + u) * 64, static_cast<uint32_t>(s) | kColumns | flags[u], 0, row_});
 #pragma unroll
-        for (int g = 0; g < kGroups; ++g) memory_.bits[at % kBitsHeld][g] = bits[u][g];
+        for (int g = 0; g < kGroups; ++g) memory_.bits[at % kColumnsHeld][g] = bits[u][g];
       }
       ++at;
     }

@@ -1,4 +1,4 @@
-// Scores of 16 query rows a warp against a tile of 64 keys: which pairs count.
+// Scores of a warp's query rows against keys of a tile: which pairs count.
 //
 // In:   a stage of a QueryList. Out: -inf where a pair does not count. Next: forward_kernel.cuh, backward_queries_kernel.cuh.
 #pragma once
@@ -9,33 +9,32 @@
 
 namespace mtraining::kernels::sm80 {
 
-/// s[4 j + 2 r + e]: row 16 warp + lane / 4 + 8 r of the group's queries, key 8 j + 2 (lane % 4) + e of the tile.
-template <typename List>
-__device__ __forceinline__ void mask_scores(float (&s)[32], const AttentionArgs& args,
-                                            const List& list, int i, int group, int q_block,
-                                            int warp, int lane) {
+/// s[2 kRows j + 2 r + e]: row first_row + lane / 4 + 8 r of the group's queries, key first_key + 8 j + 2 (lane % 4) + e of the tile.
+template <int kRows, int kKeys, typename List>
+__device__ __forceinline__ void mask_scores(float (&s)[kRows * kKeys / 4],
+                                            const AttentionArgs& args, const List& list, int i,
+                                            int group, int q_block, int first_row, int first_key,
+                                            int lane) {
+  constexpr int kElements = kRows * kKeys / 4;
+  static_assert(kElements <= 32);
   const Stage stage = list.stage(i);
   const SourceArgs& source = args.sources[stage.info & 0xFF];
   const QueryBounds bounds = list.bounds(group);
-  const int first = 2 * (lane % 4);
+  const int first = first_key + 2 * (lane % 4);
   const bool columns = (stage.info & kColumns) != 0;
   const uint64_t bits = columns ? list.bits(i, group) >> first : 0;
   if (columns && (stage.info & (kEach << group)) == 0) {
 #pragma unroll
-    for (int c = 0; c < 16; ++c) {
-      const int j = c / 2, e = c % 2;
-      if ((bits >> (8 * j + e) & 1) == 0) {
-        s[4 * j + e] = -INFINITY;
-        s[4 * j + 2 + e] = -INFINITY;
-      }
+    for (int x = 0; x < kElements; ++x) {
+      if ((bits >> (x / (2 * kRows) * 8 + x % 2) & 1) == 0) s[x] = -INFINITY;
     }
     return;
   }
   // Pair by pair, in a loop of its own: rare, and short code.
-  int position[2], document[2];
+  int position[kRows], document[kRows];
 #pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const int inside = 16 * warp + lane / 4 + 8 * r;
+  for (int r = 0; r < kRows; ++r) {
+    const int inside = first_row + lane / 4 + 8 * r;
     const int token = q_block * 64 + inside;
     position[r] = bounds.first + inside * args.position_stride;
     document[r] =
@@ -49,20 +48,20 @@ __device__ __forceinline__ void mask_scores(float (&s)[32], const AttentionArgs&
   const int keys = source.num_keys - stage.key * 64;
   uint32_t hidden = 0;  // bit x: of s[x]
 #pragma unroll 1
-  for (int c = 0; c < 16; ++c) {
+  for (int c = 0; c < kKeys / 4; ++c) {
     const int key = c / 2 * 8 + first + c % 2;
     const bool exists = columns ? (bits >> (key - first) & 1) != 0 : key < keys;
     int at = INT_MAX;
     if (exists) at = columns ? positions[key] : stage.start + key * args.position_stride;
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
+    for (int r = 0; r < kRows; ++r) {
       if (at > position[r] || at < document[r] ||
           (straddles && diagonal_chosen(args, stage.row, position[r], at)))
-        hidden |= 1u << (c / 2 * 4 + 2 * r + c % 2);
+        hidden |= 1u << (c / 2 * 2 * kRows + 2 * r + c % 2);
     }
   }
 #pragma unroll
-  for (int x = 0; x < 32; ++x)
+  for (int x = 0; x < kElements; ++x)
     if ((hidden >> x & 1) != 0) s[x] = -INFINITY;
 }
 

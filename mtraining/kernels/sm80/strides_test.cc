@@ -381,47 +381,48 @@ TEST_P(Strides, EmptyRowsLeaveNoTraceWhateverTheirMemoryHolds) {
 TEST_P(Strides, HugeScoresOnMaskedLanesLeaveNoTrace) {
   MT_NEEDS_DEVICE();
   constexpr int64_t kTokens = 70;
-  const int64_t kDim = served({16, 64}).front();
-  for (const int huge : {16, 33, 64}) {
-    for (const bool deterministic : {false, true}) {
-      std::vector<float> values[4];
-      for (auto& x : values) x.assign(kTokens * kDim, 0);
-      Small small(GetParam());
-      small.dim = kDim;
-      small.document_start.assign(kTokens, 0);
-      // Rows below `huge` see only small keys by causality; later rows belong to a document that begins there, whose keys score
-      // -500 where those that are hidden score about 0.
-      for (int i = 0; i < kTokens; ++i) {
-        small.document_start[i] = i < huge ? 0 : huge;
-        values[0][i * kDim] = i < huge ? 1.0f : -1.0f;
-        values[1][i * kDim] = i < huge ? 0.015625f * i : 500.0f;
-        values[2][i * kDim] = static_cast<float>(i);
-        values[3][i * kDim] = 1;
-      }
-      Matrix in[4], out[4];
-      for (int i = 0; i < 4; ++i) {
-        in[i] = Matrix::contiguous(kTokens, kDim, 2);
-        in[i].write(values[i]);
-        out[i] = Matrix::contiguous(kTokens, kDim, 4);
-      }
-      small.forward(in[0], in[1], in[2], out[0]);
-      small.backward(in[0], in[1], in[2], out[0], in[3], out[1], out[2], out[3], deterministic);
-      for (const Matrix& m : out) {
-        for (const float x : m.read()) ASSERT_TRUE(std::isfinite(x)) << huge;
-      }
-      const std::vector<float> got = out[0].read();
-      for (int i = 0; i < kTokens; ++i) {
-        double sum = 0, expected = 0;
-        for (int j = i < huge ? 0 : huge; j <= i; ++j) {
-          const double p = std::exp(static_cast<double>(values[0][i * kDim]) * values[1][j * kDim] +
-                                    (i < huge ? 0 : 500));
-          sum += p;
-          expected += p * j;
+  for (const int64_t kDim : served({16, 64, 96, 128, 256}))
+    for (const int huge : {16, 33, 64}) {
+      for (const bool deterministic : {false, true}) {
+        std::vector<float> values[4];
+        for (auto& x : values) x.assign(kTokens * kDim, 0);
+        Small small(GetParam());
+        small.dim = kDim;
+        small.document_start.assign(kTokens, 0);
+        // Rows below `huge` see only small keys by causality; later rows belong to a document that begins there, whose keys score
+        // -500 where those that are hidden score about 0.
+        for (int i = 0; i < kTokens; ++i) {
+          small.document_start[i] = i < huge ? 0 : huge;
+          values[0][i * kDim] = i < huge ? 1.0f : -1.0f;
+          values[1][i * kDim] = i < huge ? 0.015625f * i : 500.0f;
+          values[2][i * kDim] = static_cast<float>(i);
+          values[3][i * kDim] = 1;
         }
-        EXPECT_NEAR(got[i * kDim], expected / sum, 0.01 * (1 + expected / sum)) << i;
+        Matrix in[4], out[4];
+        for (int i = 0; i < 4; ++i) {
+          in[i] = Matrix::contiguous(kTokens, kDim, 2);
+          in[i].write(values[i]);
+          out[i] = Matrix::contiguous(kTokens, kDim, 4);
+        }
+        small.forward(in[0], in[1], in[2], out[0]);
+        small.backward(in[0], in[1], in[2], out[0], in[3], out[1], out[2], out[3], deterministic);
+        for (const Matrix& m : out) {
+          for (const float x : m.read()) ASSERT_TRUE(std::isfinite(x)) << huge;
+        }
+        const std::vector<float> got = out[0].read();
+        for (int i = 0; i < kTokens; ++i) {
+          double sum = 0, expected = 0;
+          for (int j = i < huge ? 0 : huge; j <= i; ++j) {
+            const double p =
+                std::exp(static_cast<double>(values[0][i * kDim]) * values[1][j * kDim] +
+                         (i < huge ? 0 : 500));
+            sum += p;
+            expected += p * j;
+          }
+          EXPECT_NEAR(got[i * kDim], expected / sum, 0.01 * (1 + expected / sum)) << i;
+        }
       }
     }
-  }
 }
 
 // Memory that ends with the last key and query; NaN behind inputs and a sentinel behind what is written. Every query sees
@@ -502,109 +503,177 @@ TEST_P(Strides, TailsOfRaggedMemory) {
 // queries. Against float64.
 TEST_P(Strides, ThousandsOfColumns) {
   MT_NEEDS_DEVICE();
-  constexpr int64_t kDim = 64, kColumns = 8300;
-  for (const int64_t queries : {70, 20000}) {
-    const int32_t q_start = queries == 70 ? 9024 : 0;
-    Matrix in[4], out[4];
-    std::vector<float> values[4];
-    for (int i = 0; i < 4; ++i) {
-      const int64_t tokens = i == 1 || i == 2 ? kColumns : queries;
-      values[i] = normal(tokens * kDim, 50 + i);
-      in[i] = Matrix::contiguous(tokens, kDim, 2);
-      in[i].write(values[i]);
-      const int64_t out_tokens = i == 2 || i == 3 ? kColumns : queries;
-      out[i] = Matrix::contiguous(out_tokens, kDim, 4);
-    }
-    std::vector<int32_t> rows(kColumns), positions(kColumns);
-    for (int64_t c = 0; c < kColumns; ++c) {
-      rows[c] = static_cast<int32_t>(c * 4001 % kColumns);
-      positions[c] = static_cast<int32_t>(c + c / 12);
-    }
-    const std::vector<int32_t> counts{kColumns};
-    const std::vector<uint64_t> bits(8, 0x8421084210842108ull);
-    const DeviceMemory rows_memory(rows), positions_memory(positions), counts_memory(counts),
-        bits_memory(bits);
-    Small small(GetParam());
-    small.queries = queries;
-    small.q_start = q_start;
-    small.keys = kColumns;
-    small.scale = 0.125;
-    small.columns = {rows_memory.get<int32_t>(), positions_memory.get<int32_t>(),
-                     counts_memory.get<int32_t>(), kColumns};
-    small.diagonal_bits = bits_memory.get<uint64_t>();
-    small.diagonal_words = 8;
-    small.seq_len = 8 * 64 * 64;
-    small.forward(in[0], in[1], in[2], out[0]);
-    const std::vector<float> got = out[0].read();
-    for (const bool deterministic : {true, false}) {
-      small.backward(in[0], in[1], in[2], out[0], in[3], out[1], out[2], out[3], deterministic);
-      const std::vector<float> dq = out[1].read(), dk = out[2].read(), dv = out[3].read();
-      // Sums over all queries of dk and dv are checked through their products with fixed vectors, rows of out and dq one by one.
-      std::vector<double> dv_sum(kDim, 0), dk_sum(kDim, 0);
-      double dq_error = 0, dq_norm = 0;
-      for (int64_t i = 0; i < queries; i += queries == 70 ? 1 : 997) {
-        const int64_t position = q_start + i;
-        std::vector<double> p(kColumns, 0), row(kDim, 0), dp(kColumns, 0), expected(kDim, 0);
-        double top = -INFINITY, sum = 0, delta = 0;
-        const auto counts_here = [&](int64_t c) {
-          const int64_t diagonal = position / 64 - positions[c] / 64;
-          return positions[c] <= position && (bits[diagonal / 64] >> (diagonal % 64) & 1) == 0;
-        };
-        for (int64_t c = 0; c < kColumns; ++c) {
-          if (!counts_here(c)) continue;
-          for (int64_t d = 0; d < kDim; ++d) {
-            p[c] += 0.125 * values[0][i * kDim + d] * values[1][rows[c] * kDim + d];
-            dp[c] += double{values[3][i * kDim + d]} * values[2][rows[c] * kDim + d];
-          }
-          top = std::max(top, p[c]);
-        }
-        for (int64_t c = 0; c < kColumns; ++c)
-          sum += p[c] = counts_here(c) ? std::exp(p[c] - top) : 0;
-        for (int64_t c = 0; c < kColumns && sum > 0; ++c) {
-          p[c] /= sum;
-          delta += p[c] * dp[c];
-          for (int64_t d = 0; d < kDim; ++d) row[d] += p[c] * values[2][rows[c] * kDim + d];
-        }
-        double error = 0, norm = 0;
-        for (int64_t d = 0; d < kDim; ++d) {
-          error += (row[d] - got[i * kDim + d]) * (row[d] - got[i * kDim + d]);
-          norm += row[d] * row[d];
-        }
-        ASSERT_LE(error, 1e-4 * norm + 1e-12) << i;
-        for (int64_t c = 0; c < kColumns && sum > 0; ++c) {
-          for (int64_t d = 0; d < kDim; ++d)
-            expected[d] += 0.125 * p[c] * (dp[c] - delta) * values[1][rows[c] * kDim + d];
-        }
-        for (int64_t d = 0; d < kDim; ++d) {
-          dq_error += (expected[d] - dq[i * kDim + d]) * (expected[d] - dq[i * kDim + d]);
-          dq_norm += expected[d] * expected[d];
-        }
-        if (queries == 70) {
+  constexpr int64_t kColumns = 8300;
+  for (const int64_t kDim : served({64, 256}))
+    for (const int64_t queries : {70, 20000}) {
+      const int32_t q_start = queries == 70 ? 9024 : 0;
+      Matrix in[4], out[4];
+      std::vector<float> values[4];
+      for (int i = 0; i < 4; ++i) {
+        const int64_t tokens = i == 1 || i == 2 ? kColumns : queries;
+        values[i] = normal(tokens * kDim, 50 + i);
+        in[i] = Matrix::contiguous(tokens, kDim, 2);
+        in[i].write(values[i]);
+        const int64_t out_tokens = i == 2 || i == 3 ? kColumns : queries;
+        out[i] = Matrix::contiguous(out_tokens, kDim, 4);
+      }
+      std::vector<int32_t> rows(kColumns), positions(kColumns);
+      for (int64_t c = 0; c < kColumns; ++c) {
+        rows[c] = static_cast<int32_t>(c * 4001 % kColumns);
+        positions[c] = static_cast<int32_t>(c + c / 12);
+      }
+      const std::vector<int32_t> counts{kColumns};
+      const std::vector<uint64_t> bits(8, 0x8421084210842108ull);
+      const DeviceMemory rows_memory(rows), positions_memory(positions), counts_memory(counts),
+          bits_memory(bits);
+      Small small(GetParam());
+      small.queries = queries;
+      small.q_start = q_start;
+      small.keys = kColumns;
+      small.scale = 0.125;
+      small.columns = {rows_memory.get<int32_t>(), positions_memory.get<int32_t>(),
+                       counts_memory.get<int32_t>(), kColumns};
+      small.diagonal_bits = bits_memory.get<uint64_t>();
+      small.diagonal_words = 8;
+      small.seq_len = 8 * 64 * 64;
+      small.forward(in[0], in[1], in[2], out[0]);
+      const std::vector<float> got = out[0].read();
+      for (const bool deterministic : {true, false}) {
+        small.backward(in[0], in[1], in[2], out[0], in[3], out[1], out[2], out[3], deterministic);
+        const std::vector<float> dq = out[1].read(), dk = out[2].read(), dv = out[3].read();
+        // Sums over all queries of dk and dv are checked through their products with fixed vectors, rows of out and dq one by one.
+        std::vector<double> dv_sum(kDim, 0), dk_sum(kDim, 0);
+        double dq_error = 0, dq_norm = 0;
+        for (int64_t i = 0; i < queries; i += queries == 70 ? 1 : 997) {
+          const int64_t position = q_start + i;
+          std::vector<double> p(kColumns, 0), row(kDim, 0), dp(kColumns, 0), expected(kDim, 0);
+          double top = -INFINITY, sum = 0, delta = 0;
+          const auto counts_here = [&](int64_t c) {
+            const int64_t diagonal = position / 64 - positions[c] / 64;
+            return positions[c] <= position && (bits[diagonal / 64] >> (diagonal % 64) & 1) == 0;
+          };
           for (int64_t c = 0; c < kColumns; ++c) {
+            if (!counts_here(c)) continue;
             for (int64_t d = 0; d < kDim; ++d) {
-              dv_sum[d] += std::cos(rows[c]) * p[c] * values[3][i * kDim + d];
-              dk_sum[d] +=
-                  std::cos(rows[c]) * 0.125 * p[c] * (dp[c] - delta) * values[0][i * kDim + d];
+              p[c] += 0.125 * values[0][i * kDim + d] * values[1][rows[c] * kDim + d];
+              dp[c] += double{values[3][i * kDim + d]} * values[2][rows[c] * kDim + d];
+            }
+            top = std::max(top, p[c]);
+          }
+          for (int64_t c = 0; c < kColumns; ++c)
+            sum += p[c] = counts_here(c) ? std::exp(p[c] - top) : 0;
+          for (int64_t c = 0; c < kColumns && sum > 0; ++c) {
+            p[c] /= sum;
+            delta += p[c] * dp[c];
+            for (int64_t d = 0; d < kDim; ++d) row[d] += p[c] * values[2][rows[c] * kDim + d];
+          }
+          double error = 0, norm = 0;
+          for (int64_t d = 0; d < kDim; ++d) {
+            error += (row[d] - got[i * kDim + d]) * (row[d] - got[i * kDim + d]);
+            norm += row[d] * row[d];
+          }
+          ASSERT_LE(error, 1e-4 * norm + 1e-12) << i;
+          for (int64_t c = 0; c < kColumns && sum > 0; ++c) {
+            for (int64_t d = 0; d < kDim; ++d)
+              expected[d] += 0.125 * p[c] * (dp[c] - delta) * values[1][rows[c] * kDim + d];
+          }
+          for (int64_t d = 0; d < kDim; ++d) {
+            dq_error += (expected[d] - dq[i * kDim + d]) * (expected[d] - dq[i * kDim + d]);
+            dq_norm += expected[d] * expected[d];
+          }
+          if (queries == 70) {
+            for (int64_t c = 0; c < kColumns; ++c) {
+              const double weight = std::cos(rows[c]) * p[c];
+              for (int64_t d = 0; d < kDim; ++d) {
+                dv_sum[d] += weight * values[3][i * kDim + d];
+                dk_sum[d] += weight * 0.125 * (dp[c] - delta) * values[0][i * kDim + d];
+              }
             }
           }
         }
-      }
-      EXPECT_LE(dq_error, 4e-4 * dq_norm);
-      if (queries > 70) continue;
-      double dv_error = 0, dv_norm = 0, dk_error = 0, dk_norm = 0;
-      for (int64_t d = 0; d < kDim; ++d) {
-        double v = 0, k = 0;
-        for (int64_t c = 0; c < kColumns; ++c) {
-          v += std::cos(c) * dv[c * kDim + d];
-          k += std::cos(c) * dk[c * kDim + d];
+        EXPECT_LE(dq_error, 4e-4 * dq_norm);
+        if (queries > 70) continue;
+        double dv_error = 0, dv_norm = 0, dk_error = 0, dk_norm = 0;
+        std::vector<double> weights(kColumns);
+        for (int64_t c = 0; c < kColumns; ++c) weights[c] = std::cos(c);
+        for (int64_t d = 0; d < kDim; ++d) {
+          double v = 0, k = 0;
+          for (int64_t c = 0; c < kColumns; ++c) {
+            v += weights[c] * dv[c * kDim + d];
+            k += weights[c] * dk[c * kDim + d];
+          }
+          dv_error += (v - dv_sum[d]) * (v - dv_sum[d]);
+          dk_error += (k - dk_sum[d]) * (k - dk_sum[d]);
+          dv_norm += dv_sum[d] * dv_sum[d];
+          dk_norm += dk_sum[d] * dk_sum[d];
         }
-        dv_error += (v - dv_sum[d]) * (v - dv_sum[d]);
-        dk_error += (k - dk_sum[d]) * (k - dk_sum[d]);
-        dv_norm += dv_sum[d] * dv_sum[d];
-        dk_norm += dk_sum[d] * dk_sum[d];
+        EXPECT_LE(dv_error, 1e-4 * dv_norm);
+        EXPECT_LE(dk_error, 1e-4 * dk_norm);
       }
-      EXPECT_LE(dv_error, 1e-4 * dv_norm);
-      EXPECT_LE(dk_error, 1e-4 * dk_norm);
+    }
+}
+
+// More key blocks of a query, or query blocks of a key, than a kernel lists at a time twice over; each pair counts, with about the
+// same weight. Sampled rows against float64.
+TEST_P(Strides, HundredsOfBlocks) {
+  MT_NEEDS_DEVICE();
+  constexpr int64_t kMany = 64 * 540, kFew = 70;
+  for (const int64_t dim : served({64, 128, 256})) {
+    for (const auto& [queries, keys] : {std::pair{kFew, kMany}, {kMany, kFew}}) {
+      Matrix in[4], out[4];
+      std::vector<float> values[4], got[4];
+      for (int i = 0; i < 4; ++i) {
+        const int64_t tokens = i == 1 || i == 2 ? keys : queries;
+        values[i] = normal(tokens * dim, 90 + i);
+        in[i] = Matrix::contiguous(tokens, dim, 2);
+        in[i].write(values[i]);
+        out[i] = Matrix::contiguous(i == 2 || i == 3 ? keys : queries, dim, 4);
+      }
+      Small small(GetParam());
+      small.dim = dim;
+      small.queries = queries;
+      small.keys = keys;
+      small.q_start = static_cast<int32_t>(kMany);
+      small.scale = 0.3 / std::sqrt(static_cast<double>(dim));
+      small.forward(in[0], in[1], in[2], out[0]);
+      small.backward(in[0], in[1], in[2], out[0], in[3], out[1], out[2], out[3], false);
+      for (int i = 0; i < 4; ++i) got[i] = out[i].read();
+      // Rows of the queries against all keys (out, dq), and of the keys against all queries (dk, dv).
+      for (const bool of_queries : {true, false}) {
+        const int64_t rows = of_queries ? queries : keys, others = of_queries ? keys : queries;
+        double error[2] = {}, norm[2] = {};
+        for (int64_t t = 5; t < rows; t += rows == kFew ? 21 : 1733) {
+          std::vector<double> first(dim, 0), second(dim, 0);
+          double total = 0;
+          for (int64_t other = 0; other < others; ++other) {
+            const int64_t i = of_queries ? t : other, j = of_queries ? other : t;
+            double score = 0, dp = 0;
+            for (int64_t d = 0; d < dim; ++d) {
+              score += double{values[0][i * dim + d]} * values[1][j * dim + d];
+              dp += double{values[3][i * dim + d]} * values[2][j * dim + d];
+            }
+            const double p = std::exp(small.scale * score - small.lse[i]);
+            const double ds = small.scale * p * (dp - small.delta[i]);
+            total += p;
+            for (int64_t d = 0; d < dim; ++d) {
+              first[d] += of_queries ? p * values[2][j * dim + d] : ds * values[0][i * dim + d];
+              second[d] += of_queries ? ds * values[1][j * dim + d] : p * values[3][i * dim + d];
+            }
+          }
+          EXPECT_TRUE(!of_queries || std::abs(total - 1) < 1e-3) << t << ", sum " << total;
+          for (int64_t d = 0; d < dim; ++d) {
+            const double a = got[of_queries ? 0 : 2][t * dim + d] - first[d],
+                         b = got[of_queries ? 1 : 3][t * dim + d] - second[d];
+            error[0] += a * a;
+            error[1] += b * b;
+            norm[0] += first[d] * first[d];
+            norm[1] += second[d] * second[d];
+          }
+        }
+        for (int x = 0; x < 2; ++x)
+          EXPECT_LE(error[x], 4e-4 * norm[x]) << (of_queries ? "queries " : "keys ") << x
+                                              << ", head_dim " << dim << ", " << keys << " keys";
+      }
     }
   }
 }
