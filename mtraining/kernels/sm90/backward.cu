@@ -14,7 +14,7 @@ constexpr int64_t kCounterBytes = 256;
 // As in the forward: keys beyond about half of L2, and the heads of one kv head are done before the next one's.
 constexpr int64_t kGroupAboveBytes = int64_t{24} << 20;
 constexpr int64_t kColumnQueryBlocks = 128, kLeastColumnQueryBlocks = 32;
-constexpr int64_t kStagesPerItem = 256, kItemsPerSm = 8;
+constexpr int64_t kStagesPerItem = 256, kLeastStagesPerItem = 32, kItemsPerSm = 8;
 
 int64_t blocks_of(int64_t tokens) { return (tokens + kBlock - 1) / kBlock; }
 
@@ -199,7 +199,9 @@ int32_t heads_per_item(const BackwardParams& p, int first, int last, int64_t ite
     if (blocks.kind == BlockListKind::kEntries) stages = std::max(stages, blocks.capacity + 1);
   }
   stages = std::min(stages, blocks_of(p.num_queries));
-  return static_cast<int32_t>(std::min(most, (kStagesPerItem + stages - 1) / stages));
+  const int64_t least = std::min(group, (kLeastStagesPerItem + stages - 1) / stages);
+  return static_cast<int32_t>(
+      std::max(least, std::min(most, (kStagesPerItem + stages - 1) / stages)));
 }
 
 /// One launch over sources[first, last).
