@@ -120,6 +120,7 @@ TEST(RmsNorm, ForwardAndBackwardEqualFloat64) {
         const std::string name = concat(to_string(dtype), " ", c.rows, " x ", c.width, " heads ",
                                         c.heads, adds ? " added" : "");
         const Rows lie{c.heads, c.token_stride};
+        const double eps = c.rows % 2 == 0 ? 1e-6 : 0.3;  // one that shows
         const auto at = [&](int64_t row, int64_t column) {
           return c.token_stride == 0
                      ? row * c.width + column
@@ -138,7 +139,7 @@ TEST(RmsNorm, ForwardAndBackwardEqualFloat64) {
             s = adds ? rounded(x[at(r, i)] + added[r * c.width + i], dtype) : x[at(r, i)];
             squares += s * s;
           }
-          const double root = 1 / std::sqrt(squares / c.width + 1e-6);
+          const double root = 1 / std::sqrt(squares / c.width + eps);
           roots[r] = root;
           for (int64_t i = 0; i < c.width; ++i) {
             const int64_t e = r * c.width + i;
@@ -165,7 +166,7 @@ TEST(RmsNorm, ForwardAndBackwardEqualFloat64) {
                   .sum = adds ? sum_on.get() : nullptr,
                   .out = out_on.get(),
                   .inverse_root = roots_on.floats(),
-                  .eps = 1e-6});
+                  .eps = eps});
         expect_close("out, " + name, out_on.read(), out, dtype, 1e-5);
         expect_close("inverse_root, " + name, roots_on.read(), roots, DType::kFloat32, 1e-6);
         if (adds) {
@@ -523,15 +524,17 @@ TEST(CrossEntropy, SpecialValuesStayInTheirRow) {
   constexpr int64_t kVocab = 40000, kIgnored = -1;
   const Values plain = random_values(kVocab, 1, DType::kFloat32);
   Values logits;
-  for (int r = 0; r < 6; ++r) logits.insert(logits.end(), plain.begin(), plain.end());
+  for (int r = 0; r < 7; ++r) logits.insert(logits.end(), plain.begin(), plain.end());
   for (int64_t i = 0; i < kVocab; ++i) logits[i] = NAN;  // ignored: nothing of it is seen
   for (int64_t i = 0; i < kVocab - 9; ++i) logits[kVocab + i] = -kInf;  // few are possible
   logits[3 * kVocab + 7] = NAN;                                         // loss NaN
-  const Array on(DType::kFloat32, logits), loss(DType::kFloat32, 6);
-  const std::vector<int64_t> labels = {kIgnored, kVocab - 1, 5, 6, kVocab, 5};
+  for (int64_t i = 0; i < kVocab - 9; ++i) logits[6 * kVocab + i] = -kInf;
+  logits[6 * kVocab + 7] = NAN;  // a thread that sees nothing else but minus infinity has it
+  const Array on(DType::kFloat32, logits), loss(DType::kFloat32, 7);
+  const std::vector<int64_t> labels = {kIgnored, kVocab - 1, 5, 6, kVocab, 5, kVocab - 1};
   const DeviceMemory labels_on(labels);
   cross_entropy({.gradient_dtype = DType::kFloat32,
-                 .rows = 6,
+                 .rows = 7,
                  .vocab = kVocab,
                  .logits = on.get(),
                  .row_stride = kVocab,
@@ -546,6 +549,7 @@ TEST(CrossEntropy, SpecialValuesStayInTheirRow) {
   EXPECT_NEAR(got[1], std::log(sum) - plain[kVocab - 1], 1e-5);
   EXPECT_EQ(d[kVocab + 3], 0);
   EXPECT_TRUE(std::isnan(got[3]));
+  EXPECT_TRUE(std::isnan(got[6]));
   EXPECT_TRUE(std::isnan(got[4])) << "a label outside of the vocabulary";
   EXPECT_TRUE(std::isfinite(got[2]));
   EXPECT_EQ(got[2], got[5]) << "the same row, the same bits";

@@ -15,6 +15,7 @@
 #include "mtraining/index/step_index.h"
 #include "mtraining/kernels/pattern_cuda/lists.h"
 #include "mtraining/kernels/sm90/device_memory.h"
+#include "mtraining/kernels/window.h"
 #include "mtraining/layout/layout.h"
 #include "mtraining/pattern/pattern.h"
 #include "mtraining/pattern/top_p.h"
@@ -297,6 +298,43 @@ TEST(WriteChoice, EqualsWhatTheHostMakesOfTheSameMassesAndColumns) {
   }
   EXPECT_GT(dense_seen, 50);
   EXPECT_GT(sparse_seen, 50);
+}
+
+TEST(HeadsBelowFloor, OneHeadOfAChoiceTakesTheOthersWithIt) {
+  MT_NEEDS_GPU();
+  int64_t seen[2] = {0, 0};
+  for (const int64_t heads : {1, 2, 5}) {
+    for (const int64_t num_rows : {1, 37, 1000}) {
+      const int64_t choices = 16;
+      testing::Random random(heads * 1000 + num_rows);
+      std::vector<int64_t> covered;
+      std::vector<double> recall;
+      for (int64_t head = 0; head < choices * heads; ++head) {
+        const double level = random.uniform();
+        int64_t sum = 0;
+        for (int64_t r = 0; r < num_rows; ++r) {
+          covered.push_back(static_cast<int64_t>((level + random.uniform()) / 2 * kMassOne));
+          sum += covered.back();
+        }
+        recall.push_back(static_cast<double>(sum) / static_cast<double>(kMassOne * num_rows));
+      }
+      const DeviceMemory on(covered);
+      for (const double floor : {0.0, 0.3, 0.5, recall[2], 1.0}) {
+        std::vector<uint8_t> want;
+        for (int64_t choice = 0; choice < choices; ++choice) {
+          const auto first = recall.begin() + choice * heads;
+          const bool below = *std::min_element(first, first + heads) < floor;
+          want.insert(want.end(), heads, below);
+          ++seen[below];
+        }
+        const DeviceMemory got(choices * heads);
+        heads_below_floor(on.get<int64_t>(), choices, heads, num_rows, floor, got.get<uint8_t>(),
+                          nullptr);
+        EXPECT_EQ(got.read<uint8_t>(), want) << heads << " heads, floor " << floor;
+      }
+    }
+  }
+  EXPECT_GT(std::min(seen[0], seen[1]), 50);
 }
 
 // Unsorted lists with duplicates and values out of range; entries and columns of every pair of ranks, as index/ makes them.
