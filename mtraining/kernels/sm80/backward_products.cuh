@@ -161,12 +161,18 @@ __device__ __forceinline__ void store_rows(uint32_t tile, const uint32_t (&p)[kP
   for (int c = 0; c < kPieces; ++c) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
+      if constexpr (kStoresMatrices) {
+        store_matrices((Tile<64>::left(tile, row, lane) ^ ((first_column + 16 * c) * 2)) +
+                           i * 16 * Tile<64>::kRowBytes,
+                       p[c][i]);
+      } else {
 #pragma unroll
-      for (int x = 0; x < 4; ++x)
-        store_shared_u32(tile + (row + 16 * i + 8 * (x % 2) + lane / 4) * Tile<64>::kRowBytes +
-                             (((first_column / 8 + 2 * c + x / 2) ^ (lane / 4)) << 4) +
-                             lane % 4 * 4,
-                         p[c][i][x]);
+        for (int x = 0; x < 4; ++x)
+          store_shared_u32(tile + (row + 16 * i + 8 * (x % 2) + lane / 4) * Tile<64>::kRowBytes +
+                               (((first_column / 8 + 2 * c + x / 2) ^ (lane / 4)) << 4) +
+                               lane % 4 * 4,
+                           p[c][i][x]);
+      }
     }
   }
 }

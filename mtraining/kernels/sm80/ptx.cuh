@@ -74,6 +74,19 @@ __device__ __forceinline__ void load_matrices(uint32_t address, uint32_t (&r)[4]
                : "r"(address)
                : "memory");
 }
+#if __CUDA_ARCH__ >= 900
+inline constexpr bool kStoresMatrices = true;
+#else
+inline constexpr bool kStoresMatrices = false;
+#endif
+/// The way back, from compute capability 9.0 on (kStoresMatrices).
+__device__ __forceinline__ void store_matrices(uint32_t address, const uint32_t (&r)[4]) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+               "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
+               : "memory");
+#endif
+}
 /// The same, each matrix transposed.
 __device__ __forceinline__ void load_matrices_transposed(uint32_t address, uint32_t (&r)[4]) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"

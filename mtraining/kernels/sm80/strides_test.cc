@@ -527,6 +527,7 @@ TEST_P(Strides, ThousandsOfColumns) {
       const DeviceMemory rows_memory(rows), positions_memory(positions), counts_memory(counts),
           bits_memory(bits);
       Small small(GetParam());
+      small.dim = kDim;
       small.queries = queries;
       small.q_start = q_start;
       small.keys = kColumns;
