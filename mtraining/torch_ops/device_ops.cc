@@ -118,11 +118,14 @@ class ListsOnDevice {
     cuda::GivenLists given = begin();
     if (document_starts.defined()) given.document_start = document_starts.const_data_ptr<int32_t>();
     // Entries, then block starts, counts, columns.
-    launch_ = at::empty({2 * rows() * blocks + blocks + 2 * rows() + rows() * columns},
-                        ints_on(columns_.device()));
+    // How many a head can have: kernels choose how to cut their work by it.
+    given.entry_capacity = std::min(blocks, diagonals_.size(2));
+    launch_ =
+        at::empty({2 * rows() * given.entry_capacity + blocks + 2 * rows() + rows() * columns},
+                  ints_on(columns_.device()));
     int32_t* memory = launch_.data_ptr<int32_t>();
     const auto take = [&](int64_t count) { return std::exchange(memory, memory + count); };
-    given.entries = reinterpret_cast<kernels::Entry*>(take(2 * rows() * blocks));
+    given.entries = reinterpret_cast<kernels::Entry*>(take(2 * rows() * given.entry_capacity));
     given.block_starts = take(blocks);
     given.num_entries = take(rows());
     given.counts = take(rows());
@@ -133,7 +136,7 @@ class ListsOnDevice {
     source.blocks.kind = kernels::BlockListKind::kEntries;
     source.blocks.entries = given.entries;
     source.blocks.num_entries = given.num_entries;
-    source.blocks.capacity = blocks;
+    source.blocks.capacity = given.entry_capacity;
     source.blocks.blocks_per_stripe = blocks;  // one stripe: lambda 0, delta the diagonal
     if (columns > 0) source.columns = {given.positions, given.positions, given.counts, columns};
     params.q_block_starts = given.block_starts;

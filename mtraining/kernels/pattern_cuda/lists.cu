@@ -146,7 +146,7 @@ __global__ void __launch_bounds__(kThreads)
   const Run run = run_of_thread(2 * diagonal_words);
   int own = 0, total;
   for (int w = run.begin; w < run.end; ++w) own += __popc(words[w]);
-  int64_t at = row * num_blocks + block_prefix(own, &total, warp_sums);
+  int64_t at = row * given.entry_capacity + block_prefix(own, &total, warp_sums);
   for (int w = run.begin; w < run.end; ++w) {
     for (uint32_t rest = words[w]; rest != 0; rest &= rest - 1)
       given.entries[at++] = {0, w * 32 + __ffs(rest) - 1};

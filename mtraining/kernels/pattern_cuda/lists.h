@@ -74,7 +74,10 @@ struct GivenLists {
   const int32_t* document_start =
       nullptr;  // [batch, N] contiguous, looked at for the report alone; or null
   // What a launch reads; entries null: not wanted.
-  Entry* entries = nullptr;        // [rows, ceil(N / 64)] of one stripe that is the whole sequence
+  // [rows, entry_capacity] of one stripe that is the whole sequence
+  Entry* entries = nullptr;
+  int64_t entry_capacity =
+      0;  // at least the smaller one of ceil(N / 64) and the capacity of diagonals
   int32_t* num_entries = nullptr;  // [rows]
   int32_t* positions = nullptr;    // [rows, capacity] of columns, which are their key rows too
   int32_t* counts = nullptr;       // [rows]

@@ -386,6 +386,7 @@ TEST(Lists, EntriesAndColumnsOfEveryPairOfRanksEqualTheHosts) {
     read_lists(lists);
     ASSERT_EQ(diagonal_bits.read<uint64_t>(), index::diagonal_bitmap(index).bits);
     lists.entries = whole_entries.get<Entry>();
+    lists.entry_capacity = num_blocks;
     lists.num_entries = whole_counts.get<int32_t>();
     lists.positions = whole_positions.get<int32_t>();
     lists.counts = whole_columns.get<int32_t>();
