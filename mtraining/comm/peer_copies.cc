@@ -112,6 +112,8 @@ class PeerCopies : public PeerCopiesCommunicator {
     }
     wake_.notify_all();
     if (thread_.joinable()) thread_.join();
+    // The device may wait for a rank that never comes, and whoever frees memory waits for the device.
+    if (!broken_.empty()) return;
     // Others may be reading; whoever has failed or is gone no longer does.
     const auto deadline = steady_clock::now() + milliseconds(2000);
     for (int s = 0; s < kSlots; ++s) {
@@ -529,6 +531,7 @@ class PeerCopies : public PeerCopiesCommunicator {
       {
         const std::lock_guard lock(mutex_);
         next->error = error;
+        if (broken_.empty()) broken_ = error;
         next->over = true;
         pending_.pop_front();
       }
