@@ -16,9 +16,6 @@ namespace {
 
 constexpr size_t kMostLeaving = 2;
 constexpr int64_t kLeastPiece = int64_t{1} << 20;
-/// Of a copy. The choice of an index copies some bytes to the host, and would stand behind a whole layer in the device's copy engine:
-/// 59 ms of 3.2 GB on an H200.
-constexpr int64_t kMostAtOnce = int64_t{16} << 20;
 
 c10::Stream current_stream(at::Device device) {
   return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
@@ -40,18 +37,19 @@ std::vector<at::Tensor> pinned_pieces(int64_t bytes) {
   return pieces;
 }
 
-/// Calls copy(bytes of the tensor, bytes of the memory) for runs of at most kMostAtOnce, each in one piece.
+/// Calls copy(bytes of the tensor, bytes of the memory) for each run that lies in one piece.
 template <typename Copy>
 void for_each_run(const at::Tensor& tensor, const std::vector<at::Tensor>& memory, int64_t offset,
                   Copy&& copy) {
   const at::Tensor bytes = tensor.view({-1}).view(at::kByte);
   int64_t begin = 0, piece_begin = 0;
   for (const at::Tensor& piece : memory) {
-    const int64_t end = std::min(offset + bytes.numel(), piece_begin + piece.numel());
-    for (int64_t from = std::max(offset + begin, piece_begin); from < end; from = offset + begin) {
-      const int64_t count = std::min(kMostAtOnce, end - from);
-      copy(bytes.narrow(0, from - offset, count), piece.narrow(0, from - piece_begin, count));
-      begin += count;
+    const int64_t from = std::max(offset + begin, piece_begin);
+    const int64_t to = std::min(offset + bytes.numel(), piece_begin + piece.numel());
+    if (from < to) {
+      copy(bytes.narrow(0, from - offset, to - from),
+           piece.narrow(0, from - piece_begin, to - from));
+      begin = to - offset;
     }
     piece_begin += piece.numel();
   }
