@@ -138,7 +138,7 @@ TEST(HostLayers, BytesComeBackWhateverRunsBeside) {
   }
 }
 
-TEST(HostLayers, TensorsThatTravelInPartsComeBackWhole) {
+TEST(HostLayers, TensorsOverSeveralPiecesComeBackWhole) {
   HostLayers host(kGpu, 2);
   for (int step = 0; step < 2; ++step) {
     std::vector<std::vector<at::Tensor>> kept;
