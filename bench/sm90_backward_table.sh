@@ -14,10 +14,10 @@ for part in "${@:-sizes lengths}"; do
   for part in $part; do
     case $part in
       sizes)
-        "$bench" "$patterns/typical.json" one+ rank8+ csr no_columns --head-dim 64 one+ rank8 --dtype fp16 one --head-dim 128 one+ rank8 \
-          --dtype bf16 "$patterns/local.json" one+ rank8+ csr no_columns --head-dim 64 one --head-dim 128 \
-          "$patterns/wide.json" one+ rank8+ no_columns \
-          --runs 5 --heads 32/8 "$patterns/typical.json" one! rank8 --heads 64/8 one! rank8 --head-dim 64 --heads 32/8 one!
+        "$bench" "$patterns/typical.json" one+ rank8+ csr! no_columns "$patterns/local.json" one+ rank8+ csr! no_columns \
+          "$patterns/wide.json" one!+ rank8+ no_columns "$patterns/typical.json" --head-dim 64 one+ rank8 --dtype fp16 one! \
+          --head-dim 128 one+ rank8 --dtype bf16 --runs 5 --heads 32/8 one! rank8 --heads 64/8 one! rank8 \
+          --head-dim 64 --heads 32/8 one! rank8 --runs 9 --heads 16/2 "$patterns/local.json" one! rank8 "$patterns/wide.json" one! rank8
         ;;
       lengths)
         for tokens in 8192 32768 524288; do

@@ -213,6 +213,12 @@ TEST(Sm90Backward, RepeatsAreEqualBesideOtherWork) {
               .num_columns = 100,
               .repeats = 500});
   }
+  run_case({.name = "repeated, outlier channels, D 64",
+            .seq_len = 500,
+            .head_dim = 64,
+            .columns = Columns::kPerStep,
+            .outlier_channel = 20,
+            .repeats = 100});
 }
 
 /// B = S = H = 1: out is v, so dq and dk are 0 exactly and dv is dout.
