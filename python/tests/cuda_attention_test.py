@@ -220,7 +220,7 @@ def test_values_that_are_refused_are_named_by_the_next_call_in_the_cpus_words():
 
 def test_memory_is_proportional_to_the_length():
     def peak(seq_len):
-        q, k, _ = on_gpu(*structured(1, seq_len, 4, 2, 64, dtype=torch.bfloat16))
+        q, k = on_gpu(*structured(1, seq_len, 4, 2, 64, dtype=torch.bfloat16)[:2])
         pattern = mtraining.VerticalSlash(max_columns=256)
         mtraining.build_index(q, k, pattern=pattern)
         torch.cuda.synchronize()
@@ -234,7 +234,7 @@ def test_memory_is_proportional_to_the_length():
 
     short, kept_short = peak(4096)
     long, kept_long = peak(8 * 4096)
-    assert long < 8.5 * short and kept_long < 8.5 * kept_short, (short, long)
+    assert 0 < kept_short < short and long < 8.5 * short and kept_long < 8.5 * kept_short
 
 
 def test_caps_and_p_0_and_1_are_the_cpus_exactly():
