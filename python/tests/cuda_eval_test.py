@@ -29,7 +29,7 @@ def folder(tmp_path_factory):
 
 
 def verb(binary, environment, *words):
-    return rows_of(run_text([binary, *words], env=environment))
+    return rows_of(run_text([binary, *words], env=environment, timeout=120))
 
 
 def on(device):
