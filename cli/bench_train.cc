@@ -3,6 +3,7 @@
 
 #include <CLI/CLI.hpp>
 #include <cstdio>
+#include <cstdlib>
 #include <exception>
 #include <memory>
 #include <string>
@@ -81,6 +82,8 @@ void print_rows_as_rank(const std::string& file, const std::vector<Override>& ov
   sigset_t none;  // launch() held them back until exec
   ::sigemptyset(&none);
   ::sigprocmask(SIG_SETMASK, &none, nullptr);
+  ::setenv("TORCH_CPP_LOG_LEVEL", "ERROR", 0);  // its warnings of peers that ended before
+  c10::initLogging();
   const topology::LaunchEnvironment launch = topology::read_launch_environment();
   options.ranks = {1, launch.world_size};
   Failure failure;
