@@ -74,13 +74,16 @@ struct ModelRun {
   std::vector<std::string> names;
   std::vector<at::Tensor> values;  // hidden states, then gradients, float64 on the CPU
 };
-enum class How { kPlain, kTiled };
+enum class How { kPlain, kTiled, kTokenByToken };
 
 ModelRun run(const DecoderConfig& config, at::Device device, at::ScalarType dtype,
              bool own_positions, How how = How::kPlain) {
   DecoderConfig as = config;
   as.dtype = dtype;
-  const Decoder decoder(as, parameters_of(config, device, dtype), how == How::kPlain ? 0 : 16);
+  const Decoder decoder(as, parameters_of(config, device, dtype),
+                        how == How::kPlain   ? 0
+                        : how == How::kTiled ? 16
+                                             : 1);
   at::manual_seed(7);
   const int64_t n = 37;
   const at::Tensor ids = at::randint(0, config.vocab_size, {2, n}, at::kLong).to(device);
@@ -132,6 +135,20 @@ TEST(DeviceLayer, EqualsTheDecoderInFloat64AsWellAsTheCpuDoes) {
       }
     }
   }
+}
+
+// In bf16 a sum over 74 runs would be several times as wrong as its last rounding.
+TEST(DeviceLayer, SumsOverManyRunsAreFloat32) {
+  MT_NEEDS_GPU();
+  const at::Device gpu(at::kCUDA, 0);
+  const DecoderConfig config = config_of("llama", at::kBFloat16);
+  const ModelRun exact = run(config, at::kCPU, at::kDouble, false);
+  const ModelRun whole = run(config, gpu, at::kBFloat16, false);
+  const ModelRun runs = run(config, gpu, at::kBFloat16, false, How::kTokenByToken);
+  for (size_t i = 0; i < exact.values.size(); ++i)
+    EXPECT_LT(error(runs.values[i], exact.values[i]),
+              1.5 * error(whole.values[i], exact.values[i]) + 1e-6)
+        << exact.names[i];
 }
 
 TEST(DeviceLayer, TwoRunsHaveTheSameBits) {
