@@ -9,7 +9,6 @@
 
 #include "mtraining/attention/ring_case.h"
 #include "mtraining/base/check.h"
-#include "mtraining/index/columns.h"
 #include "mtraining/index/step_pairs.h"
 
 namespace mtraining::attention {
@@ -454,27 +453,6 @@ TEST(RingAttention, TheObserverSeesEveryLaunchAndAllPairs) {
       pairs += seen;
     });
     EXPECT_EQ(pairs, whole);
-  }
-}
-
-TEST(RingAttention, SlicesOfColumnsThatAreNotInMemoryWithTheFirstOnesHaveALaunchEach) {
-  const RingProblem problem({.seq_len = 500});
-  for (const int rows : {8, 4096}) {
-    RingOptions options = ring_options(2, 2, LayoutKind::kBlockStriped, 64, 500);
-    options.max_column_rows_per_rank = rows;
-    comm::run_loopback(4, [&](comm::Transport& transport) {
-      testing::use_one_thread();
-      RingContext context(options, transport);
-      const int kv_heads = static_cast<int>(problem.options().num_kv_heads);
-      const auto slices = static_cast<int>(
-          index::plan_columns(problem.index(), context.layout(), kv_heads, rows).slices.size());
-      ASSERT_EQ(slices > 2, rows == 8);
-      int launches = 0;
-      context.set_observer(
-          [&](const StepTiming& step) { launches += std::string(step.what) == "columns"; });
-      run_rank(context, problem);
-      EXPECT_EQ(launches, 2 * std::max(0, slices - 2));  // forward and backward
-    });
   }
 }
 
