@@ -464,6 +464,7 @@ TEST(RingOnGpu, StepsAreTimedByTheDevice) {
                tags.insert(timing.tag);
                pairs += timing.pairs;
                EXPECT_LE(timing.begin_us, timing.end_us);
+               if (std::string(timing.what) == "transfer") return;  // beside the rank's stream
                EXPECT_GE(timing.end_us, last_end - 100);
                last_end = timing.end_us;
              });

@@ -7,6 +7,7 @@
 #include <ATen/ATen.h>
 
 #include <chrono>
+#include <future>
 #include <memory>
 #include <string>
 #include <thread>
@@ -64,28 +65,25 @@ class FailureBoard {
 
   /// Keeps `cause` if the job has none yet.
   void report(const std::string& cause) noexcept {
-    try {
-      const std::string text = concat("rank ", rank_, ": ", cause);
-      store_->compareSet(kKey, {}, std::vector<uint8_t>(text.begin(), text.end()));
-    } catch (...) {  // the store is on rank 0, which may be the one that died
-    }
+    const std::string text = concat("rank ", rank_, ": ", cause);
+    in_time(milliseconds(0), [store = store_, text] {
+      store->compareSet(kKey, {}, std::vector<uint8_t>(text.begin(), text.end()));
+      return std::string();
+    });
   }
 
   /// The job's first cause, or nothing if none is known within `patience` (the failing rank may still be about to report it).
   std::string find(milliseconds patience) noexcept {
-    const auto deadline = steady_clock::now() + patience;
-    try {
+    return in_time(patience, [store = store_, deadline = steady_clock::now() + patience] {
       for (;;) {
-        if (store_->check({kKey})) {
-          const std::vector<uint8_t> value = store_->get(kKey);
-          return {value.begin(), value.end()};
+        if (store->check({kKey})) {
+          const std::vector<uint8_t> value = store->get(kKey);
+          return std::string(value.begin(), value.end());
         }
-        if (steady_clock::now() >= deadline) return {};
+        if (steady_clock::now() >= deadline) return std::string();
         std::this_thread::sleep_for(milliseconds(20));
       }
-    } catch (...) {
-    }
-    return {};
+    });
   }
 
   /// For an operation that failed with `error`: ExternalError with the job's first cause, which may be this one.
@@ -97,6 +95,27 @@ class FailureBoard {
   }
 
  private:
+  /// What the store says, or nothing: it is on rank 0, which may have died, or hang, and then never answers.
+  template <typename Ask>
+  static std::string in_time(milliseconds patience, Ask ask) noexcept {
+    try {
+      const auto answer = std::make_shared<std::promise<std::string>>();
+      std::future<std::string> known = answer->get_future();
+      std::thread([answer, ask = std::move(ask)] {
+        std::string text;
+        try {
+          text = ask();
+        } catch (...) {
+        }
+        answer->set_value(text);
+      }).detach();
+      if (known.wait_for(patience + milliseconds(2000)) == std::future_status::ready)
+        return known.get();
+    } catch (...) {  // no thread to be had
+    }
+    return {};
+  }
+
   static constexpr const char* kKey = "mtraining/failure";
   c10::intrusive_ptr<c10d::Store> store_;
   int rank_;

@@ -96,9 +96,9 @@ def test_ranks_without_a_launcher_of_ours_end_with_the_first_cause(job):
         assert "tokens.idx: cannot be opened" in error
 
 
-def start_long(job) -> subprocess.Popen:
+def start_long(job, *flags: str) -> subprocess.Popen:
     process = subprocess.Popen(
-        job.command("--train.steps", "100000", nproc=2),
+        job.command("--train.steps", "100000", *flags, nproc=2),
         cwd=job.folder,
         env=job.environment(),
         stdout=subprocess.PIPE,
@@ -150,6 +150,19 @@ def test_a_rank_killed_from_outside_is_named(job):
     assert process.returncode == 1
     assert err.count("\n") == 1
     assert "killed by signal 9" in err
+    assert_nobody_left(job.folder)
+
+
+def test_a_rank_that_hangs_ends_the_job_within_its_timeout(job):
+    process = start_long(job, "--parallel.timeout_s", "1.5")
+    rank = next(pid for pid in ranks_of(job.folder) if pid != process.pid)
+    start = time.monotonic()
+    os.kill(rank, signal.SIGSTOP)
+    _, err = process.communicate(timeout=30)
+    assert 1 < time.monotonic() - start < 15
+    assert process.returncode == 1
+    assert "communicator '" in err
+    assert "1500" in err
     assert_nobody_left(job.folder)
 
 

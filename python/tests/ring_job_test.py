@@ -83,22 +83,21 @@ def test_processes_send_what_threads_send_and_rank_0_has_the_rows(job, binary, e
 
 
 def test_more_shards_a_launch_change_no_bytes(binary, environment):
-    rows = []
-    for shards in (1, 3):
-        done = subprocess.run(
-            [
-                str(binary),
-                "bench",
-                "ring",
-                *f"--virtual 1x4 --ring flat --alone --launch-shards {shards} {SMALL}".split(),
-            ],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=True,
-        )
-        rows.append(json.loads(done.stdout.splitlines()[0]))
+    variants = [f"--variant ring=flat,launch-shards={shards}" for shards in (1, 3)]
+    done = subprocess.run(
+        [
+            str(binary),
+            "bench",
+            "ring",
+            *f"--virtual 1x4 --alone {SMALL} {' '.join(variants)}".split(),
+        ],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
     assert [row["launch_shards"] for row in rows] == [1, 3]
     assert rows[0]["bytes_by_channel"] == rows[1]["bytes_by_channel"]
     assert rows[0]["buffer_bytes"] < rows[1]["buffer_bytes"]
@@ -118,6 +117,10 @@ def test_a_job_of_another_size_is_refused(job):
         ("--virtual 1x2 --outer-gb-per-s 5", ("--outer-gb-per-s", "--device cuda")),
         ("--device gpu", ("--device", "'gpu'")),
         ("--virtual 1x2 --launch-shards -1", ("launch_shards", "-1")),
+        ("--virtual 1x2 --variant ring=flat,speed=2", ("--variant", "'speed'")),
+        ("--virtual 1x2 --variant launch-shards=x", ("--variant", "launch-shards", "'x'")),
+        ("--virtual 1x2 --layer --density .5", ("--layer", "given mask")),
+        ("--virtual 1x2 --transfers peer_copies", ("copies between GPUs",)),
     ],
 )
 def test_what_cannot_be_is_one_sentence(binary, environment, flags, parts):
