@@ -11,11 +11,15 @@ namespace mtraining::kernels::pattern_cuda {
 
 /// Key blocks of a thread block at most.
 inline constexpr int kMostBlocks = 512;
+/// Tiles of rows of a thread block at least. With one, every warpgroup would visit every eighth block, further apart than the copies
+/// that one visit begins reach: the others would never come.
+inline constexpr int kLeastTiles = 2;
 
 struct HopperArgs {
   WindowArgs window;
   CUtensorMap keys;
-  int32_t tiles;  // of 64 stacked rows that a thread block owns: 1, 2, 4 or 8
+  // Of 64 stacked rows that a thread block owns: kLeastTiles, 4 or 8; those beyond the rows are idle.
+  int32_t tiles;
 };
 
 /// One instantiation a file. kScan, or kMasses of consecutive rows without offsets.

@@ -172,6 +172,8 @@ struct KeyRing {
                            args.window.k_stride_batch == 0 ? 0 : static_cast<int>(batch));
     }
   }
+  // A visit begins the copies of the blocks up to its next one, and no more than the ring holds beside the block at work.
+  static_assert(Shape::kGroups / kLeastTiles <= Shape::kStages - 1);
   /// Before the i-th block: the first thread begins copies of blocks to come, into slots of two blocks back and earlier.
   __device__ __forceinline__ void load_ahead(int i) const {
     if (threadIdx.x == 0 && i > 0) load(i - step + Shape::kStages - 1, i + Shape::kStages - 1);

@@ -333,6 +333,22 @@ std::vector<Case> cases() {
   for (const int64_t head_dim : {96, 256})
     for (const bool strided : {false, true})
       all.push_back({.name = concat("bf16 ", head_dim), .head_dim = head_dim, .strided = strided});
+  // One tile of rows a kv head, and so many key blocks to a thread block that its ring goes round: 5, 7, 5 and 16.
+  for (const int64_t heads : {1, 4})
+    for (const int64_t head_dim : {64, 128})
+      for (const int64_t seq_len : {300, 400, 777})
+        all.push_back({.name = concat("heads ", heads, "/", heads, ", length ", seq_len),
+                       .seq_len = seq_len,
+                       .heads = heads,
+                       .kv_heads = heads,
+                       .head_dim = head_dim});
+  all.push_back(
+      {.name = "heads 32/32", .seq_len = 4096, .heads = 32, .kv_heads = 32, .head_dim = 64});
+  all.push_back({.name = "heads 2/2, block_striped",
+                 .layout = LayoutKind::kBlockStriped,
+                 .stripe = 128,
+                 .cp_size = 3,
+                 .heads = 2});
   for (const int64_t heads : {6, 12, 24})  // of two kv heads: 3, 6 and 12 tiles of rows
     all.push_back({.name = concat("heads ", heads, "/2"), .heads = heads});
   all.push_back({.name = "64, two tiles", .batch = 2, .heads = 2, .head_dim = 64, .rows = 100});
@@ -393,7 +409,7 @@ TEST(WindowOnDevice, ValuesThatTheHostRefusesAreNoMassAndTheFirstIsReported) {
   MT_NEEDS_GPU();
   const double inf = std::numeric_limits<double>::infinity();
   for (const int64_t head_dim : {64, 96, 128}) {
-    for (const int64_t heads : {2, 8}) {  // of two kv heads: one tile of rows, or four
+    for (const int64_t heads : {2, 8}) {  // of two kv heads: a tile of rows, or four
       for (const double bad : {std::nan(""), -inf, 0x1p50}) {
         for (const bool strided : {false, true}) {
           if (strided && bad != -inf) continue;
