@@ -114,7 +114,7 @@ std::string signal_text(int rank, int number) {
 
 int launch(const LaunchOptions& options) {
   CausePipe pipe;
-  const int port = comm::free_port();
+  const comm::HeldPort port;  // until the job ends
   struct sigaction action {};
   action.sa_handler = on_signal;
   sigset_t signals;
@@ -134,7 +134,7 @@ int launch(const LaunchOptions& options) {
   };
   for (int rank = 0; rank < options.ranks; ++rank) {
     children[rank].pid = ::fork();
-    if (children[rank].pid == 0) become_rank(options, rank, port, pipe.write_end(), self);
+    if (children[rank].pid == 0) become_rank(options, rank, port.port(), pipe.write_end(), self);
     if (children[rank].pid < 0) {
       const std::string why = std::strerror(errno);
       signal_all(SIGKILL);

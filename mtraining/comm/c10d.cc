@@ -237,19 +237,25 @@ std::unique_ptr<Transport> make_c10d_over(const c10::IValue& group,
                                                            process_group->getStore()));
 }
 
-int free_port() {
-  const int fd = ::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
-  MT_CHECK_EXTERNAL(fd >= 0, "free_port: socket: ", std::strerror(errno));
+HeldPort::HeldPort() : fd_(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)) {
+  MT_CHECK_EXTERNAL(fd_ >= 0, "a free port: socket: ", std::strerror(errno));
   sockaddr_in address{};
   address.sin_family = AF_INET;
   address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
   socklen_t length = sizeof(address);
-  const bool bound = ::bind(fd, reinterpret_cast<sockaddr*>(&address), sizeof(address)) == 0 &&
-                     ::getsockname(fd, reinterpret_cast<sockaddr*>(&address), &length) == 0;
+  // Reuse is allowed after the port is chosen: before, one that somebody else holds could be chosen too.
+  const int yes = 1;
+  const bool bound = ::bind(fd_, reinterpret_cast<sockaddr*>(&address), sizeof(address)) == 0 &&
+                     ::getsockname(fd_, reinterpret_cast<sockaddr*>(&address), &length) == 0 &&
+                     ::setsockopt(fd_, SOL_SOCKET, SO_REUSEADDR, &yes, sizeof(yes)) == 0;
   const std::string cause = bound ? "" : std::strerror(errno);
-  ::close(fd);
-  MT_CHECK_EXTERNAL(bound, "free_port: ", cause);
-  return ntohs(address.sin_port);
+  if (!bound) ::close(fd_);
+  MT_CHECK_EXTERNAL(bound, "a free port: ", cause);
+  port_ = ntohs(address.sin_port);
 }
+
+HeldPort::~HeldPort() { ::close(fd_); }
+
+int free_port() { return HeldPort().port(); }
 
 }  // namespace mtraining::comm

@@ -48,7 +48,20 @@ struct GroupTransportOptions {
 /// InvalidArgument naming members.
 std::unique_ptr<Transport> make_c10d_over(const c10::IValue& group,
                                           const GroupTransportOptions& options);
-/// A free TCP port on the loopback address, for a launcher on one host.
+/// A free TCP port for a launcher on one host, which no other process is given until this goes: others that ask at the same time get other ones.
+/// Whoever listens on it with SO_REUSEADDR, as torch's store does, is let in meanwhile.
+class HeldPort {
+ public:
+  HeldPort();
+  ~HeldPort();
+  HeldPort(const HeldPort&) = delete;
+  HeldPort& operator=(const HeldPort&) = delete;
+  int port() const { return port_; }
+
+ private:
+  int fd_, port_ = 0;
+};
+/// One that nobody holds: for tests, whose ranks listen at once.
 int free_port();
 
 }  // namespace mtraining::comm

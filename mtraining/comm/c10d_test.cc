@@ -4,7 +4,11 @@
 #include <unistd.h>
 
 #include <csignal>
+#include <memory>
+#include <set>
 #include <thread>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
+#include <vector>
 
 #include "mtraining/comm/transport_laws.h"
 #include "mtraining/testing/process_ranks.h"
@@ -173,11 +177,23 @@ TEST(Gloo, UnfinishedCallsDoNotKeepAProcessAlive) {
   EXPECT_LT(run.seconds, 20);
 }
 
-TEST(FreePort, DiffersAndIsUsable) {
-  const int a = free_port(), b = free_port();
-  EXPECT_GT(a, 0);
-  EXPECT_LT(a, 65536);
-  EXPECT_GT(b, 0);
+TEST(HeldPort, IsGivenToNobodyElseAndAStoreListensOnIt) {
+  std::set<int> ports;
+  std::vector<std::unique_ptr<HeldPort>> held;
+  for (int i = 0; i < 200; ++i) {
+    held.push_back(std::make_unique<HeldPort>());
+    EXPECT_GT(held.back()->port(), 0);
+    EXPECT_TRUE(ports.insert(held.back()->port()).second);
+    EXPECT_EQ(ports.count(free_port()), 0);
+  }
+  for (const auto& port : {held.front()->port(), held.back()->port()}) {
+    c10d::TCPStoreOptions options;
+    options.port = static_cast<uint16_t>(port);
+    options.isServer = true;
+    c10d::TCPStore store("127.0.0.1", options);
+    store.set("a", std::vector<uint8_t>{1});
+    EXPECT_EQ(store.get("a"), std::vector<uint8_t>{1});
+  }
 }
 
 TEST(MakeC10d, RefusesWhatItCannotDo) {
