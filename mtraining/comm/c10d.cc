@@ -129,33 +129,47 @@ class C10dTransport : public Transport {
                   const std::vector<int>& members) {
     const std::string mine = describe_members(name, members);
     const std::string what = concat("rank ", options_.rank, ": opening ", mine);
+    const std::string where =
+        concat("the store at ", options_.master_addr, ":", options_.master_port);
+    const auto deadline = steady_clock::now() + options_.timeout;
+    const auto timeout = concat("timeout after ", options_.timeout.count(), " ms");
+    const auto ask = [&](auto question) {
+      const auto left = std::chrono::duration_cast<milliseconds>(deadline - steady_clock::now()) +
+                        FailureBoard::kAnswer;
+      const auto answer = board_->ask(left, std::move(question));
+      MT_CHECK_EXTERNAL(answer.has_value(), what, ": ", where, " does not answer: ", timeout);
+      return *answer;
+    };
+    const auto arrive = [&](int64_t ranks) {
+      return ask(
+          [store = store_, key = prefix + "/arrived", ranks] { return store->add(key, ranks); });
+    };
     try {
-      const std::vector<uint8_t> kept = store_->compareSet(
-          prefix + "/members", {}, std::vector<uint8_t>(mine.begin(), mine.end()));
-      const std::string other(kept.begin(), kept.end());
+      const std::string other = ask([store = store_, key = prefix + "/members", mine] {
+        const std::vector<uint8_t> kept =
+            store->compareSet(key, {}, std::vector<uint8_t>(mine.begin(), mine.end()));
+        return std::string(kept.begin(), kept.end());
+      });
       if (other != mine) {
         const std::string cause = concat("ranks open different communicators: rank ", options_.rank,
                                          " opens ", mine, ", another rank ", other);
         board_->report(cause);  // the others wait for this rank's arrival
         throw InvalidArgument(cause);
       }
-      int64_t arrived = store_->add(prefix + "/arrived", 1);
-      const auto deadline = steady_clock::now() + options_.timeout;
+      int64_t arrived = arrive(1);
       for (milliseconds pause(1); arrived < options_.size;
            pause = std::min(2 * pause, milliseconds(50))) {
         const std::string cause = board_->find(milliseconds(0));
         MT_CHECK_EXTERNAL(cause.empty(), what, ": first cause: ", cause);
-        MT_CHECK_EXTERNAL(steady_clock::now() < deadline, what, ": timeout after ",
-                          options_.timeout.count(), " ms: ", arrived, " of ", options_.size,
-                          " ranks came");
+        MT_CHECK_EXTERNAL(steady_clock::now() < deadline, what, ": ", timeout, ": ", arrived,
+                          " of ", options_.size, " ranks came");
         std::this_thread::sleep_for(pause);
-        arrived = store_->add(prefix + "/arrived", 0);
+        arrived = arrive(0);
       }
     } catch (const Error&) {
       throw;
     } catch (const std::exception& e) {
-      throw ExternalError(concat(what, ": the store at ", options_.master_addr, ":",
-                                 options_.master_port, ": ", first_line(e)));
+      throw ExternalError(concat(what, ": ", where, ": ", first_line(e)));
     }
   }
 

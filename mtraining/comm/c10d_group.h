@@ -6,8 +6,8 @@
 
 #include <ATen/ATen.h>
 
+#include <atomic>
 #include <chrono>
-#include <future>
 #include <memory>
 #include <string>
 #include <thread>
@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "mtraining/base/check.h"
+#include "mtraining/comm/patient_worker.h"
 #include "mtraining/comm/transport.h"
 
 namespace gloo::transport {
@@ -57,33 +58,54 @@ inline std::string first_line(const std::exception& e) {
   return text.substr(0, text.find('\n'));
 }
 
-/// Where the job's first cause of failure is kept, and who must be woken when this rank gives up.
+/// Where the job's first cause of failure is kept, and who must be woken when this rank gives up. The store is on rank 0, which may
+/// have died, or hang, and then never answers: one thread asks it, and nobody waits for an answer longer than he says.
 class FailureBoard {
  public:
+  static constexpr milliseconds kAnswer{2000};  ///< a store that takes longer hangs
+
   FailureBoard(c10::intrusive_ptr<c10d::Store> store, int rank)
       : store_(std::move(store)), rank_(rank) {}
 
-  /// Keeps `cause` if the job has none yet.
+  /// Keeps `cause` if the job has none yet. Of one rank only the first can be it.
   void report(const std::string& cause) noexcept {
-    const std::string text = concat("rank ", rank_, ": ", cause);
-    in_time(milliseconds(0), [store = store_, text] {
-      store->compareSet(kKey, {}, std::vector<uint8_t>(text.begin(), text.end()));
-      return std::string();
-    });
+    try {
+      if (reported_.exchange(true)) return;
+      const std::string text = concat("rank ", rank_, ": ", cause);
+      worker_.ask(
+          kAnswer,
+          [store = store_, text] {
+            store->compareSet(kKey, {}, std::vector<uint8_t>(text.begin(), text.end()));
+            return true;
+          },
+          PatientWorker::WhenLate::kAskStill);
+    } catch (...) {  // a store that is gone
+    }
   }
 
   /// The job's first cause, or nothing if none is known within `patience` (the failing rank may still be about to report it).
   std::string find(milliseconds patience) noexcept {
-    return in_time(patience, [store = store_, deadline = steady_clock::now() + patience] {
+    const auto deadline = steady_clock::now() + patience;
+    try {
       for (;;) {
-        if (store->check({kKey})) {
+        const auto cause = worker_.ask(kAnswer, [store = store_]() -> std::string {
+          if (!store->check({kKey})) return {};
           const std::vector<uint8_t> value = store->get(kKey);
-          return std::string(value.begin(), value.end());
-        }
-        if (steady_clock::now() >= deadline) return std::string();
+          return {value.begin(), value.end()};
+        });
+        if (!cause || !cause->empty()) return cause.value_or(std::string());
+        if (steady_clock::now() >= deadline) return {};
         std::this_thread::sleep_for(milliseconds(20));
       }
-    });
+    } catch (...) {
+      return {};
+    }
+  }
+
+  /// What `question` of the store returns; nothing where the store does not answer in time. Errors: its own.
+  template <typename Question>
+  auto ask(milliseconds patience, Question question) {
+    return worker_.ask(patience, std::move(question));
   }
 
   /// For an operation that failed with `error`: ExternalError with the job's first cause, which may be this one.
@@ -95,30 +117,11 @@ class FailureBoard {
   }
 
  private:
-  /// What the store says, or nothing: it is on rank 0, which may have died, or hang, and then never answers.
-  template <typename Ask>
-  static std::string in_time(milliseconds patience, Ask ask) noexcept {
-    try {
-      const auto answer = std::make_shared<std::promise<std::string>>();
-      std::future<std::string> known = answer->get_future();
-      std::thread([answer, ask = std::move(ask)] {
-        std::string text;
-        try {
-          text = ask();
-        } catch (...) {
-        }
-        answer->set_value(text);
-      }).detach();
-      if (known.wait_for(patience + milliseconds(2000)) == std::future_status::ready)
-        return known.get();
-    } catch (...) {  // no thread to be had
-    }
-    return {};
-  }
-
   static constexpr const char* kKey = "mtraining/failure";
   c10::intrusive_ptr<c10d::Store> store_;
   int rank_;
+  std::atomic<bool> reported_{false};
+  PatientWorker worker_;
 };
 using FailureBoardPtr = std::shared_ptr<FailureBoard>;
 

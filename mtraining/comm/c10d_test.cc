@@ -4,12 +4,15 @@
 #include <unistd.h>
 
 #include <csignal>
+#include <filesystem>
+#include <future>
 #include <memory>
 #include <set>
 #include <thread>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 #include <vector>
 
+#include "mtraining/comm/c10d_group.h"
 #include "mtraining/comm/transport_laws.h"
 #include "mtraining/testing/process_ranks.h"
 
@@ -176,6 +179,75 @@ TEST(Gloo, UnfinishedCallsDoNotKeepAProcessAlive) {
   if (run.in_child) return;
   testing::expect_all_passed(run);
   EXPECT_LT(run.seconds, 20);
+}
+
+TEST(Gloo, OpeningOverAStoreThatHangsEndsInItsTimeout) {
+  // Rank 0, which has the store, is stopped as a rank is that a debugger or a dying machine holds.
+  const ProcessRun run = run_processes(2, free_port, [](const RankProcess& process) {
+    auto transport = connect(process, std::chrono::seconds(4));
+    CommunicatorPtr group = transport->open("meet", all_ranks(*transport));
+    int64_t pid = getpid();
+    std::vector<int64_t> pids(2);
+    group->all_gather({&pid, 8}, {{&pids[0], 8}, {&pids[1], 8}})->wait();
+    if (process.rank == 0) {
+      group->barrier();
+      return;
+    }
+    kill(static_cast<pid_t>(pids[0]), SIGSTOP);
+    const auto start = std::chrono::steady_clock::now();
+    const std::string text = error_of([&] { transport->open("kv", all_ranks(*transport)); });
+    EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(10));
+    EXPECT_NE(text.find("rank 1: opening communicator 'kv'"), std::string::npos) << text;
+    EXPECT_NE(text.find("does not answer: timeout after 4000 ms"), std::string::npos) << text;
+    const auto late = std::chrono::steady_clock::now();
+    transport->abort("enough");  // a store that is known to hang keeps nobody
+    EXPECT_LT(std::chrono::steady_clock::now() - late, std::chrono::seconds(1));
+    kill(static_cast<pid_t>(pids[0]), SIGKILL);
+  });
+  if (run.in_child) return;
+  EXPECT_EQ(run.ranks[1].exit_code, 0) << run.ranks[1].output;
+  EXPECT_LT(run.seconds, 25);
+}
+
+TEST(FailureBoard, QuestionsToAStoreThatHangsLeaveOneThread) {
+  /// Never answers until it is let go.
+  class HangingStore : public c10d::TCPStore {
+   public:
+    explicit HangingStore(std::shared_future<void> open)
+        : TCPStore("127.0.0.1",
+                   [] {
+                     c10d::TCPStoreOptions options;
+                     options.port = 0;
+                     options.isServer = true;
+                     return options;
+                   }()),
+          open_(std::move(open)) {}
+    bool check(const std::vector<std::string>& keys) override {
+      open_.wait();
+      return TCPStore::check(keys);
+    }
+
+   private:
+    std::shared_future<void> open_;
+  };
+  const auto threads = [] {
+    return std::distance(std::filesystem::directory_iterator("/proc/self/task"), {});
+  };
+  std::promise<void> gate;
+  const auto store = c10::make_intrusive<HangingStore>(gate.get_future().share());
+  c10d_detail::FailureBoard board(store, 3);
+  const auto before = threads();
+  for (int i = 0; i < 8; ++i) EXPECT_EQ(board.find(std::chrono::milliseconds(0)), "");
+  board.report("the loader broke");  // is told when the store answers again
+  EXPECT_EQ(threads(), before + 1);
+  gate.set_value();
+  std::string cause;
+  for (int i = 0; i < 300 && cause.empty(); ++i) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    cause = board.find(std::chrono::milliseconds(0));
+  }
+  EXPECT_EQ(cause, "rank 3: the loader broke");
+  EXPECT_EQ(threads(), before + 1);
 }
 
 TEST(HeldPort, IsGivenToNobodyElseAndAStoreListensOnIt) {

@@ -6,11 +6,12 @@
 //
 // A Communicator serves one purpose; two purposes never share one. Within one communicator all ranks call the same
 // collectives in the same order; exchanges match pairwise in order. Calls are asynchronous until Work::wait(). Buffers must
-// live and stay untouched until then. One thread per rank uses a communicator.
+// live and stay untouched until then, or until the Work goes. One thread per rank uses a communicator.
 #pragma once
 
 #include <chrono>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -23,10 +24,17 @@ int64_t size_of(ElementType type);
 
 /// Handle of an asynchronous call. wait() returns when done (CPU) or makes the current stream wait (CUDA); called again it does so for
 /// the stream that is current then. Errors: ExternalError naming communicator, call, peer and cause (peer died, timeout).
+/// One that goes without a wait: buffers are touched no more by this rank, on a GPU by what the current stream gets afterwards.
 class Work {
  public:
   virtual ~Work() = default;
   virtual void wait() = 0;
+  using Then = std::function<void(const std::function<void()>& wait)>;
+  /// Calls `then` once the device knows all of the call: its `wait` is wait() without waiting on the host. At once where a transport
+  /// never waits on the host; else from any thread, before this rank's wait() returns. Not called where the call fails or is dropped.
+  virtual void when_enqueued(const Then& then) {
+    then([this] { wait(); });
+  }
 };
 using WorkPtr = std::unique_ptr<Work>;
 
