@@ -171,7 +171,9 @@ void launch(const WindowParams& p, Pass pass, bool consecutive, bool hopper, con
   if (hopper && device_of_stream().capability() == 90 && (p.head_dim == 64 || p.head_dim == 128)) {
     const int64_t tiles = stacked_rows(p) / 64;
     HopperArgs args = {};
-    args.tiles = tiles <= kLeastTiles ? kLeastTiles : tiles <= 4 ? 4 : 8;
+    args.tiles = tiles <= KeyWalk::kLeastTiles ? KeyWalk::kLeastTiles
+                 : tiles <= 4                  ? 4
+                                               : KeyWalk::kGroups;
     args.window = make_args(p, 64 * args.tiles, 1, &grid);
     args.keys =
         sm90::tensor_map("k", p.k, p.dtype, p.head_dim, p.num_keys, p.num_kv_heads, p.batch);

@@ -5,20 +5,18 @@
 
 #include <cuda.h>
 
+#include "mtraining/kernels/pattern_cuda/key_walk.h"
 #include "mtraining/kernels/pattern_cuda/window_kernel.cuh"
 
 namespace mtraining::kernels::pattern_cuda {
 
 /// Key blocks of a thread block at most.
 inline constexpr int kMostBlocks = 512;
-/// Tiles of rows of a thread block at least. With one, every warpgroup would visit every eighth block, further apart than the copies
-/// that one visit begins reach: the others would never come.
-inline constexpr int kLeastTiles = 2;
 
 struct HopperArgs {
   WindowArgs window;
   CUtensorMap keys;
-  // Of 64 stacked rows that a thread block owns: kLeastTiles, 4 or 8; those beyond the rows are idle.
+  // Of 64 stacked rows that a thread block owns (key_walk.h); those beyond the rows are idle.
   int32_t tiles;
 };
 

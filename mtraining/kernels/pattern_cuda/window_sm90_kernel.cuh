@@ -17,28 +17,24 @@ namespace mtraining::kernels::pattern_cuda {
 
 template <int kD>
 struct HopperShape {
-  static constexpr int kGroups = 8;  // warpgroups
+  static constexpr int kGroups = KeyWalk::kGroups;
   static constexpr int kThreads = 128 * kGroups;
   static constexpr int kTileBytes = 64 * kD * 2;  // [D / 64][64 rows][64 of D], 128-byte swizzle
-  static constexpr int kStages = 5;
-  static constexpr int kRows = kStages * kTileBytes;            // [kGroups] tiles of rows
-  static constexpr int kStates = kRows + kGroups * kTileBytes;  // float, int, int [kGroups][64]
-  static constexpr int kStarts = kStates + kGroups * 64 * 12;   // int [kMostBlocks]
-  static constexpr int kBarriers = kStarts + kMostBlocks * 4;
+  static constexpr int kStates = KeyWalk::kTilesHeld * kTileBytes;  // float, int, int [kGroups][64]
+  static constexpr int kStarts = kStates + kGroups * 64 * 12;       // int [kMostBlocks]
+  static constexpr int kBarriers = kStarts + kMostBlocks * 4;       // full and empty, a slot each
   static constexpr int kBytes =
-      kBarriers + 2 * kStages * 8 + 1024;  // to begin at a multiple of 1024
+      kBarriers + KeyWalk::kTilesHeld * 16 + 1024;  // to begin at a multiple of 1024
 
-  static __device__ __forceinline__ uint32_t keys(uint32_t base, int slot) {
-    return base + slot * kTileBytes;
-  }
+  /// Tiles of rows, then slots of keys.
   static __device__ __forceinline__ uint32_t rows(uint32_t base, int tile) {
-    return base + kRows + tile * kTileBytes;
+    return base + tile * kTileBytes;
   }
   static __device__ __forceinline__ uint32_t full(uint32_t base, int slot) {
-    return base + kBarriers + slot * 8;
+    return base + kBarriers + slot * 16;
   }
   static __device__ __forceinline__ uint32_t empty(uint32_t base, int slot) {
-    return base + kBarriers + (kStages + slot) * 8;
+    return base + kBarriers + slot * 16 + 8;
   }
   // Of this thread block's rows: what is subtracted from a score, position (-1: no row), first position of the document.
   static __device__ __forceinline__ uint32_t state(uint32_t base, int row) {
@@ -70,7 +66,7 @@ struct RowTile {
   }
 };
 
-/// Which keys and rows a thread block has, and the ring of key blocks that its warpgroups read. A warpgroup visits every step-th block.
+/// Which keys and rows a thread block has, and the ring of key blocks that its warpgroups read.
 template <typename Shape>
 struct KeyRing {
   const HopperArgs& args;
@@ -78,10 +74,15 @@ struct KeyRing {
   int begin, count;  // key blocks
   int kv_head, first_tile;
   int64_t batch;
-  int group, tile, step;  // of this warpgroup, the same in all lanes
-  int slot, parity;       // of this warpgroup's block
+  int group, tile;  // of this warpgroup, the same in all lanes
+  KeyWalk walk;
 
-  __device__ __forceinline__ KeyRing(const HopperArgs& a, uint32_t base_) : args(a), base(base_) {
+  __device__ __forceinline__ KeyRing(const HopperArgs& a, uint32_t base_)
+      : args(a),
+        base(base_),
+        group(__shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128, 0)),
+        tile(group % a.tiles),
+        walk(group, a.tiles) {
     const WindowArgs& w = a.window;
     int work = blockIdx.x;
     begin = work % w.chunks * w.chunk_blocks;
@@ -91,22 +92,21 @@ struct KeyRing {
     work /= w.row_groups;
     kv_head = work % w.num_kv_heads;
     batch = work / w.num_kv_heads;
-    group = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128, 0);
-    tile = group % a.tiles;
-    step = Shape::kGroups / a.tiles;
-    slot = group / a.tiles % Shape::kStages;
-    parity = group / a.tiles / Shape::kStages % 2;
     if (threadIdx.x == 0) {
       sm90::prefetch_tensor_map(&a.keys);
-      for (int i = 0; i < Shape::kStages; ++i) {
+      for (int i = 0; i < walk.stages; ++i) {
         sm90::mbarrier_init(Shape::full(base, i), 1);
         sm90::mbarrier_init(Shape::empty(base, i), 4 * a.tiles);  // a warp arrives once
       }
       sm90::mbarrier_init_fence();
-      load(0, Shape::kStages - 1);
+      load(0, walk.load_until(0));
     }
   }
-  __device__ __forceinline__ int first() const { return group / args.tiles; }
+  /// The key block at work.
+  __device__ __forceinline__ uint32_t keys() const { return keys(walk.slot); }
+  __device__ __forceinline__ uint32_t keys(int slot) const {
+    return Shape::rows(base, args.tiles + slot);
+  }
   template <int kD>
   __device__ __forceinline__ uint32_t place_of(int stacked, int c) const {
     return Shape::rows(base, stacked / 64) + c / 8 * 8192 + stacked % 64 * 128 +
@@ -163,20 +163,17 @@ struct KeyRing {
   /// By the first thread: copies of blocks [from, until). Waits until their slots are free.
   __device__ __forceinline__ void load(int from, int until) const {
     for (int block = from; block < min(count, until); ++block) {
-      const int to = block % Shape::kStages, round = block / Shape::kStages;
+      const int to = block % walk.stages, round = block / walk.stages;
       if (round > 0) sm90::mbarrier_wait(Shape::empty(base, to), (round - 1) % 2);
       sm90::mbarrier_arrive_expect(Shape::full(base, to), Shape::kTileBytes);
-      sm90::tensor_load_5d(Shape::keys(base, to), &args.keys, Shape::full(base, to),
-                           sm90::evict_normal_policy(), 0, (begin + block) * 64, 0,
-                           args.window.k_stride_head == 0 ? 0 : kv_head,
+      sm90::tensor_load_5d(keys(to), &args.keys, Shape::full(base, to), sm90::evict_normal_policy(),
+                           0, (begin + block) * 64, 0, args.window.k_stride_head == 0 ? 0 : kv_head,
                            args.window.k_stride_batch == 0 ? 0 : static_cast<int>(batch));
     }
   }
-  // A visit begins the copies of the blocks up to its next one, and no more than the ring holds beside the block at work.
-  static_assert(Shape::kGroups / kLeastTiles <= Shape::kStages - 1);
-  /// Before the i-th block: the first thread begins copies of blocks to come, into slots of two blocks back and earlier.
+  /// Before the i-th block: the first thread begins copies of blocks to come.
   __device__ __forceinline__ void load_ahead(int i) const {
-    if (threadIdx.x == 0 && i > 0) load(i - step + Shape::kStages - 1, i + Shape::kStages - 1);
+    if (threadIdx.x == 0 && i > 0) load(walk.load_from(i), walk.load_until(i));
     __syncwarp();
   }
   // Were all warpgroups to multiply at a time, all would finish at a time, and tensor cores wait for exponentials: they take turns, two
@@ -194,17 +191,13 @@ struct KeyRing {
       asm volatile("bar.arrive %0, 256;" ::"r"(1 + (group + 2) % Shape::kGroups) : "memory");
   }
   __device__ __forceinline__ void wait() const {
-    sm90::mbarrier_wait(Shape::full(base, slot), parity);
+    sm90::mbarrier_wait(Shape::full(base, walk.slot), walk.parity);
   }
   /// After the last read of the block; goes on to the next.
   __device__ __forceinline__ void release() {
     __syncwarp();
-    if (threadIdx.x % 32 == 0) sm90::mbarrier_arrive(Shape::empty(base, slot));
-    slot += step;
-    while (slot >= Shape::kStages) {
-      slot -= Shape::kStages;
-      parity ^= 1;
-    }
+    if (threadIdx.x % 32 == 0) sm90::mbarrier_arrive(Shape::empty(base, walk.slot));
+    walk.next();
   }
 };
 
@@ -259,15 +252,16 @@ __global__ void __launch_bounds__(1024, 1) hopper_scan(const __grid_constant__ H
   // This thread's rows: 16 warp + lane / 4 + 8 r.
   const RowTile tile(w, ring.batch, ring.kv_head, ring.first_tile + ring.tile);
   const bool keeps = tile.active && lane % 4 == 0;
-  float2* statistics = w.block_statistics +
-                       (tile.head_row * w.num_blocks + ring.begin + ring.first()) * w.padded_rows +
-                       tile.first_row + warp * 16 + lane / 4;
+  float2* statistics =
+      w.block_statistics +
+      (tile.head_row * w.num_blocks + ring.begin + ring.walk.first) * w.padded_rows +
+      tile.first_row + warp * 16 + lane / 4;
   float top_so_far[2] = {-kInfinity, -kInfinity};
-  for (int i = ring.first(); i < ring.count; i += ring.step) {
+  for (int i = ring.walk.first; i < ring.count; i += ring.walk.step) {
     ring.load_ahead(i);
     const int start = sm90::load_shared_s32(Shape::start(base, i));
     ring.wait();
-    const uint32_t keys = Shape::keys(base, ring.slot);
+    const uint32_t keys = ring.keys();
     for (int chunk = ring.tile * 128 + static_cast<int>(threadIdx.x) % 128; chunk < 64 * (kD / 8);
          chunk += args.tiles * 128) {
       if (beyond(sm90::load_shared_v4(keys + chunk * 16), w.magnitude_limit) != 0)
@@ -320,7 +314,7 @@ __global__ void __launch_bounds__(1024, 1) hopper_scan(const __grid_constant__ H
       top_so_far[r] = fmaxf(top_so_far[r], top[r]);
       if (keeps) statistics[8 * r] = {top[r], sum[r]};
     }
-    statistics += static_cast<int64_t>(ring.step) * w.padded_rows;
+    statistics += static_cast<int64_t>(ring.walk.step) * w.padded_rows;
   }
   if (keeps) {
     const RowTile own(w, ring.batch, ring.kv_head, ring.first_tile + ring.tile);
@@ -372,14 +366,14 @@ __global__ void __launch_bounds__(1024, 1) hopper_masses(const __grid_constant__
   const uint32_t states = Shape::state(base, ring.tile * 64 + lane % 4 * 2);
 
   int64_t total = 0;  // of the columns that this thread wrote
-  for (int i = ring.first(); i < ring.count; i += ring.step) {
+  for (int i = ring.walk.first; i < ring.count; i += ring.walk.step) {
     ring.load_ahead(i);
     const int start = sm90::load_shared_s32(Shape::start(base, i));
     ring.wait();
     // x[4 n + 2 r + e]: key 16 warp + lane / 4 + 8 r, row 8 n + lane % 4 * 2 + e.
     float x[32];
     ring.begin_turn();
-    multiply<Element, kD>(x, Shape::keys(base, ring.slot), Shape::rows(base, ring.tile));
+    multiply<Element, kD>(x, ring.keys(), Shape::rows(base, ring.tile));
     ring.end_turn();
     ring.release();
 #pragma unroll
