@@ -258,6 +258,17 @@ TEST(SampledErrors, SayHowFarEachResultIsOff) {
   off("dq_error", &ComputedAttention::dq);
   off("dk_error", &ComputedAttention::dk);
   off("dv_error", &ComputedAttention::dv);
+  const auto shows_nan = [&](const char* key, at::Tensor ComputedAttention::*member) {
+    ComputedAttention wrong = exact;
+    wrong.*member = (exact.*member).clone();
+    (wrong.*member).view({-1}).slice(0, 0, std::nullopt, 40).fill_(NAN);
+    EXPECT_TRUE(std::isnan(errors(wrong)[key].get<double>())) << key;
+  };
+  shows_nan("out_error", &ComputedAttention::out);
+  shows_nan("lse_error", &ComputedAttention::lse);
+  shows_nan("dq_error", &ComputedAttention::dq);
+  shows_nan("dk_error", &ComputedAttention::dk);
+  shows_nan("dv_error", &ComputedAttention::dv);
   const index::Index other =  // a column and a diagonal less
       index::make_index(1, 4, seq_len, {{0, 1}, {0}, {0, 2}, {0}}, {{3}, {5}, {}, {1, 2}});
   asked.index = &other;

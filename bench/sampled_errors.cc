@@ -50,6 +50,9 @@ at::Tensor rows_of(const at::Tensor& tensor, int64_t head, const at::Tensor& row
   return tensor.select(1, head).index_select(0, rows).to(at::kDouble);
 }
 
+/// The larger of two, NaN where one is: what is no number must show.
+double worse(double one, double other) { return std::isnan(one) || one > other ? one : other; }
+
 /// Sums of squares of differences and of expected values.
 struct Compared {
   double difference = 0, size = 0, largest_row = 0;
@@ -58,7 +61,7 @@ struct Compared {
     const double row_size = expected.norm().item<double>();
     difference += row_difference * row_difference;
     size += row_size * row_size;
-    largest_row = std::max(largest_row, row_difference / std::max(row_size, 1e-30));
+    largest_row = worse(largest_row, row_difference / std::max(row_size, 1e-30));
   }
   double relative() const { return std::sqrt(difference / std::max(size, 1e-300)); }
 };
@@ -87,8 +90,8 @@ Json sampled_errors(const AskedAttention& asked, const ComputedAttention& comput
     const at::Tensor weights = scores.softmax(0);
     const at::Tensor expected = v.t().mv(weights);
     out.add(computed.out.select(1, head).select(0, row), expected);
-    lse_error = std::max(lse_error,
-                         std::abs(scores.logsumexp(0).item<double>() -
+    lse_error =
+        worse(lse_error, std::abs(scores.logsumexp(0).item<double>() -
                                   computed.lse.select(0, head).select(0, row).item().toDouble()));
     if (!computed.dq.defined()) continue;
     const at::Tensor dout = asked.dout.select(1, head).select(0, row).to(at::kDouble);

@@ -31,7 +31,7 @@ struct ComputedAttention {
 };
 
 /// "out_error": largest |got - expected| / |expected| of a row; "dq_error", "dk_error", "dv_error": the same norms over all sampled rows
-/// together (a row's own dq may be nearly nothing); "lse_error": absolute. `rows` queries of random heads, a quarter as many keys.
+/// together (a row's own dq may be nearly nothing); "lse_error": absolute. NaN, null in JSON, where a result is. `rows` queries of random heads, a quarter as many keys.
 Json sampled_errors(const AskedAttention& asked, const ComputedAttention& computed, int rows,
                     uint64_t seed);
 
