@@ -88,7 +88,9 @@ def samples(
             by_likelihood = likelihood and task in _CHOICE
             try:
                 answers, facts = expected(task, row)
-                options = [tokens.spellings(x)[-1] for x in LETTERS[: len(row.get("options", []))]]
+                options = [
+                    tokens.spellings(x)[-1] for x in LETTERS[: len(row.get("options") or [])]
+                ]
                 room = length - (max(map(len, options)) if by_likelihood else new)
                 prompt, ids, cut = shortened(tokens, task, row, room)
             except ValueError as error:

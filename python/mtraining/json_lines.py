@@ -15,17 +15,19 @@ def read_json_lines(path: Path, keys: dict[str, tuple[type, ...]]) -> list[tuple
     Errors: ValueError naming file and line; a file without objects; OSError.
     """
     rows = []
-    with open(path, encoding="utf-8") as lines:
+    with open(path, "rb") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
             where = f"{path}:{number}"
             try:
-                row = json.loads(line)
+                row = json.loads(line.decode())
+            except UnicodeDecodeError:
+                raise ValueError(f"{where}: expected UTF-8 text") from None
             except json.JSONDecodeError as error:
                 raise ValueError(f"{where}: not valid JSON: {error}") from None
             if not isinstance(row, dict):
-                raise ValueError(f"{where}: expected a JSON object, got {line[:60]!r}")
+                raise ValueError(f"{where}: expected a JSON object, got {line.decode()[:60]!r}")
             for key, types in keys.items():
                 if key not in row or not isinstance(row[key], types):
                     names = " or ".join(t.__name__ for t in types)

@@ -53,6 +53,7 @@ RETRIEVAL = {
 }
 MAX_NEW_TOKENS = dict.fromkeys(RETRIEVAL, 128) | {"vt": 30, "cwe": 120, "fwe": 50, "qa": 32}
 TASKS = tuple(MAX_NEW_TOKENS)
+LEAST_WORDS = 20  # of a list of the user's
 
 
 @dataclass
@@ -69,11 +70,15 @@ def made_up_word(rng, syllables: int) -> str:
     return "".join(rng.choice("bdfgklmnprstvz") + rng.choice("aeiou") for _ in range(syllables))
 
 
+def enough_words(given: list[str] | None) -> None:
+    """Errors: ValueError where a list of the user's is too short for lists, or for keys that differ."""
+    if given is not None and len(given) < LEAST_WORDS:
+        raise ValueError(f"--words: expected at least {LEAST_WORDS} words, got {len(given)}")
+
+
 def distinct_words(rng, count: int, given: list[str] | None) -> list[str]:
-    """Errors: ValueError where a list of the user's has too few."""
+    """count: up to LEAST_WORDS."""
     if given is not None:
-        if len(given) < count:
-            raise ValueError(f"--words: expected at least {count} words, got {len(given)}")
         return rng.sample(given, count)
     found: dict[str, None] = {}
     while len(found) < count:
@@ -136,6 +141,8 @@ def lacks(task: str, material: Material) -> str | None:
 
 def retrieval(task: str, seed: tuple, length: int, number: int, material: Material):
     what = RETRIEVAL[task]
+    if what.key == "word":
+        enough_words(material.words)
     rng = seeded(*seed)
     keys: list[str] = []
     while len(keys) < what.keys:
@@ -156,10 +163,14 @@ def retrieval(task: str, seed: tuple, length: int, number: int, material: Materi
         most, first, filler = len(material.text), 3 * length, "the haystack"
     else:
         most, first, filler = 10**9, length // 20, "filler"
-    drawn = _Drawn(
-        seeded(*seed, "needles"),
-        lambda r: sentence(value_of(r, what.key, material.words), value_of(r, what.value, None)),
-    )
+
+    def another(r) -> str:
+        key = keys[0]
+        while key in keys:
+            key = value_of(r, what.key, material.words)
+        return sentence(key, value_of(r, what.value, None))
+
+    drawn = _Drawn(seeded(*seed, "needles"), another)
 
     def haystack(n: int) -> str:
         if what.haystack == "text":
@@ -233,9 +244,10 @@ def tracing(task: str, seed: tuple, length: int, number: int, material: Material
 
 
 def common_words(task: str, seed: tuple, length: int, number: int, material: Material):
+    enough_words(material.words)
     rng = seeded(*seed)
-    most = 10**9 if material.words is None else len(material.words) - 20
-    pool = distinct_words(rng, 20, material.words)
+    most = 10**9 if material.words is None else len(material.words) - LEAST_WORDS
+    pool = distinct_words(rng, LEAST_WORDS, material.words)
     shown, common = pool[:10], pool[10:]
     rest = [w for w in material.words if w not in pool] if material.words is not None else None
     if rest is not None:
@@ -269,7 +281,7 @@ def common_words(task: str, seed: tuple, length: int, number: int, material: Mat
         body, lead = text(common, 30, others, 3, "list")
         return Prompt(f"{example} {', '.join(shown)}.\n\n{body}", lead, common)
 
-    return build, max(most, 0), length // 12, "the list of words"
+    return build, most, length // 12, "the list of words"
 
 
 def frequent_words(task: str, seed: tuple, length: int, number: int, material: Material):

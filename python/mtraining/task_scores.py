@@ -62,7 +62,7 @@ def _number(text: str, answers: list, facts: dict) -> float:
         return 0.0
     wanted = answers[0]
     return float(
-        int(float(found.group())) == wanted
+        int(found.group().partition(".")[0]) == wanted
         if isinstance(wanted, int)
         else float(found.group()) == wanted
     )
@@ -235,11 +235,16 @@ def _scored(where: str, row: dict, given: dict, tokens: Tokens) -> dict:
         raise ValueError(
             f'{where}: the sample\'s "text"."metric": expected one of {", ".join(METRICS)}, got {metric!r}'
         )
+    answers = text.get("answers")
+    if not isinstance(answers, list) or not answers:
+        raise ValueError(
+            f'{where}: the sample\'s "text"."answers": expected one at least, got none'
+        )
     ids = row["output"]
     if ids and ids[-1] in given.get("stops", []):
         ids = ids[:-1]
     output = tokens.text(ids)
-    return made | {"output": output, "score": METRICS[metric](output, text["answers"], text)}
+    return made | {"output": output, "score": METRICS[metric](output, answers, text)}
 
 
 def _check_arms(runs: dict[str, dict], rows: dict[tuple, dict]) -> None:

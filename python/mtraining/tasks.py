@@ -182,7 +182,12 @@ def make_ruler(o: argparse.Namespace) -> None:
         material.words = list(dict.fromkeys(read_text(o.words).split()))
     if o.questions is not None:
         keys = {"question": (str,), "answers": (list,), "documents": (list,)}
-        material.questions = [row for _, row in read_json_lines(o.questions, keys)]
+        rows = read_json_lines(o.questions, keys)
+        for where, row in rows:
+            for key in ("answers", "documents"):
+                if not row[key] or not all(isinstance(x, str) and x.strip() for x in row[key]):
+                    raise ValueError(f'{where}: "{key}": expected texts, got {str(row[key])[:60]}')
+        material.questions = [row for _, row in rows]
     tasks = _chosen(o.tasks, ruler.TASKS, lambda task: ruler.lacks(task, material) is None)
     lines = ruler.samples(
         Tokens(o.tokenizer, o.chat),

@@ -108,6 +108,12 @@ def test_mistakes_are_one_sentence(tmp_path, haystack, capsys):
     base = ["needle", *out, "--tokenizer", "bytes", "--lengths", 2048]
     with_text = [*base, "--haystack", haystack]
     (tmp_path / "empty.txt").write_text(" \n")
+    (tmp_path / "two.txt").write_text("left right")
+    (tmp_path / "latin.jsonl").write_bytes(b'{"question": "caf\xe9"}\n')
+    row = {"question": "Who?", "answers": ["x"], "documents": ["y"]}
+    for name, wrong in (("number", {"answers": [7]}), ("none", {"documents": []})):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(row) + "\n" + json.dumps(row | wrong))
+    ask = ["ruler", *base[1:], "--tasks", "qa", "--questions"]
     for arguments, says in (
         (base, "--haystack"),
         ([*with_text, "--depths", 2], "--depths"),
@@ -121,7 +127,17 @@ def test_mistakes_are_one_sentence(tmp_path, haystack, capsys):
         ([*with_text, "--tokenizer", tmp_path / "no"], "--tokenizer"),
         (["ruler", *base[1:], "--tasks", "niah_single_2"], "niah_single_2: expected --haystack"),
         (["ruler", *base[1:], "--tasks", "qa"], "qa: expected --questions"),
+        ([*ask, tmp_path / "latin.jsonl"], "latin.jsonl:1: expected UTF-8 text"),
+        ([*ask, tmp_path / "number.jsonl"], 'number.jsonl:2: "answers": expected texts, got [7]'),
+        ([*ask, tmp_path / "none.jsonl"], 'none.jsonl:2: "documents": expected texts, got []'),
         (["ruler", *base[1:], "--tasks", "vtt"], "'vtt'"),
+        *(
+            (
+                ["ruler", *with_text[1:], "--tasks", task, "--words", tmp_path / "two.txt"],
+                "--words: expected at least 20 words, got 2",
+            )
+            for task in ("niah_multikey_1", "niah_multikey_2", "cwe")
+        ),
         (["ruler", *base[1:], "--tasks", "cwe", "--lengths", 600], "cwe: length 600"),
         (["nedle"], "nedle"),
         ([], "required"),
@@ -204,6 +220,17 @@ def test_words_of_the_users_own(tmp_path):
     assert re.search(r"secret numbers of (word\d+-word\d+) is", text_of(rows[1]))
 
 
+def test_no_needle_of_the_haystack_has_a_key_that_is_asked_for(tmp_path):
+    (tmp_path / "words.txt").write_text(" ".join(f"w{i:02}" for i in range(20)))  # 380 keys
+    grid = ["--lengths", 16384, "--samples", 8, "--tasks", "niah_multikey_2"]
+    rows = make(tmp_path / "r.jsonl", "ruler", *grid, "--words", tmp_path / "words.txt")
+    for row in rows:
+        text = text_of(row)
+        key = re.search(r"What are all the secret \w+ of (.*) that", text).group(1)
+        (value,) = re.findall(rf"of {key} is (\d+)\.", text)
+        assert row["text"]["answers"] == [value]
+
+
 BOOK = " ".join(f"Chapter {i}." for i in range(900))
 ROWS = {
     "passkey": {
@@ -226,7 +253,7 @@ ROWS = {
         "answer": ["g"],
         "options": ["f", "g", "h", "i"],
     },
-    "code_run": {"context": "def f(): ...", "input": "f(1)?", "answer": [-4]},
+    "code_run": {"context": "def f(): ...", "input": "f(1)?", "answer": [-4], "options": None},
     "math_find": {"context": "[1, 2]", "input": "The largest number?", "answer": [2]},
     "math_calc": {"context": "1 + 2 - 3", "input": "", "answer": [3, 0]},
 }
@@ -345,6 +372,7 @@ SCORES = [
     ("math_find", "the number 41.0, not 3", [41], {}, 1),
     ("math_find", "2.5", [2.5], {}, 1),
     ("math_find", "x", [2.5], {}, 0),
+    ("math_find", "9" * 400, [2], {}, 0),
     ("math_calc", "[3, 0, 5]", [3, 0, 4, 5], {}, 0.5),
     ("math_calc", "0, 3", [3, 0], {}, 0),
     ("longbook_choice_eng", "B. two", ["two"], {"letter": "B"}, 1),
@@ -441,6 +469,9 @@ def test_score_reads_text_and_draws(tmp_path, haystack, capsys):
     ):
         other = results(tmp_path / "b", *changed)
         assert says in refusal(capsys, *command, paths[0], other), says
+    rows[0]["text"]["answers"] = []
+    (tmp_path / "n.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert '"text"."answers": expected one at least' in refusal(capsys, *command, paths[0])
 
 
 def test_stops_are_no_text_and_tasks_weigh_alike(tmp_path):
