@@ -69,8 +69,27 @@ struct Arm {
   Json kernels = Json::object();
 };
 
+/// What is known of a step when it ends, so that a bench that is ended before its last step leaves something.
+std::string step_row(const trace::StepMetrics& metrics, const train::RunConfig& config,
+                     const Provenance& from) {
+  const bool dense = config.attention.pattern == pattern::PatternKind::kDense;
+  return Json{{"case", "train step"},
+              {"pattern", dense ? "dense" : "sparse"},
+              {"train_step", metrics.train_step},
+              {"layers_run", config.model.num_hidden_layers},
+              {"step_s", rounded(metrics.step_s)},
+              {"tokens_per_s", rounded(metrics.tokens_per_s)},
+              {"loss", metrics.loss},
+              {"attention_density", metrics.attention_density},
+              {"worker_imbalance_time", metrics.worker_imbalance_time},
+              {"process_memory_bytes", metrics.peak_memory_bytes},
+              {"peak_tensor_bytes", metrics.peak_tensor_bytes},
+              {"commit", from.commit.empty() ? Json(nullptr) : Json(from.commit)}}
+      .dump();
+}
+
 Arm run_arm(const TrainBenchOptions& options, const train::RunConfig& config,
-            const train::ResolvedRun& resolved) {
+            const train::ResolvedRun& resolved, const Provenance& from) {
   const int world = options.ranks.cp_size();
   const int64_t all_steps = options.warm_up + options.steps;
   Arm arm;
@@ -83,6 +102,8 @@ Arm run_arm(const TrainBenchOptions& options, const train::RunConfig& config,
     train::Trainer trainer(config, resolved, transport);
     for (int64_t step = 0; step < all_steps; ++step) {
       const trace::StepMetrics metrics = trainer.step(step);
+      if (transport.rank() == 0 && options.step_ended)
+        options.step_ended(step_row(metrics, config, from));
       if (transport.rank() == 0 && step >= options.warm_up) arm.steps.push_back(metrics);
     }
     for (const trace::Span& span : trainer.spans()) {
@@ -326,7 +347,7 @@ std::vector<std::string> bench_train(const TrainBenchOptions& options, const Pro
              : concat(cpu_name(world), " as ranks on ", num_threads(), " cores");
   const Setting setting{train::resolve(config, launch), all_layers, device, from};
 
-  const Arm arm = run_arm(options, config, setting.resolved);
+  const Arm arm = run_arm(options, config, setting.resolved, from);
   Json row;
   std::vector<std::string> lines, parts;
   if (reports) {
@@ -340,7 +361,7 @@ std::vector<std::string> bench_train(const TrainBenchOptions& options, const Pro
     dense.attention.pattern = pattern::PatternKind::kDense;
     dense.attention.deterministic = config.attention.deterministic;
     const train::ResolvedRun resolved = train::resolve(dense, launch);
-    const Arm dense_arm = run_arm(options, dense, resolved);
+    const Arm dense_arm = run_arm(options, dense, resolved, from);
     if (!reports) return {};
     const Json dense_row = row_of(dense_arm, setting);
     lines.push_back(dense_row.dump());

@@ -8,6 +8,7 @@
 // clock, on a GPU by the device's.
 #pragma once
 
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -30,6 +31,8 @@ struct TrainBenchOptions {
   int64_t layers = 0;
   bool dense_arm = false;  ///< the same with dense attention too, and the ratio
   bool kernels = false;    ///< a GPU: one step more, with the time of each kernel
+  /// Called on rank 0 with a row of each train step, warm-up included, as it ends; may be empty.
+  std::function<void(const std::string&)> step_ended = {};
 };
 /// The run's row, then (with `dense_arm`) the dense run's and the ratio's, then of each run a row a phase, and on the CPU a row a span
 /// of the trace: ms a train step of the busiest and of the mean rank. In a job phases and kernels are rank 0's, which alone gets

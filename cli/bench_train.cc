@@ -58,6 +58,12 @@ void print_rows(const std::string& file, const std::vector<Override>& overrides,
   try {
     choose_device(loaded, launch);
     options.config = loaded.config;
+    if (breakdown) {
+      options.step_ended = [](const std::string& line) {
+        std::printf("%s\n", line.c_str());
+        std::fflush(stdout);
+      };
+    }
     std::unique_ptr<comm::Transport> job;
     if (started_by_launch()) {
       job = join(launch, loaded.config.train.device == train::DeviceKind::kCuda);

@@ -25,6 +25,11 @@ def test_processes_train_what_threads_train_and_one_of_them_prints(bench):
         rows_of(bench(f"{ranks} --steps 2 --dense-arm --breakdown"))
         for ranks in ("--nproc 2", "--ranks 2")
     )
+    for rows in (processes, threads):  # each step as it ends, warm-up included, of both arms
+        assert [row.pop("train_step") for row in rows[:6]] == [1, 2, 3, 1, 2, 3]
+        assert rows[2]["loss"] == rows[6]["loss"]
+        assert {row["case"] for row in rows[:6]} == {"train step"}
+        del rows[:6]
     assert [row["case"] for row in processes[:3]] == ["train", "train", "train ratio"]
     for ours, theirs in zip(processes[:2], threads[:2], strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-6)
@@ -51,7 +56,7 @@ def test_a_mistake_is_one_sentence_whoever_finds_it(bench, flags, parts):
 def test_phases_of_two_gpus_add_up(bench):
     flags = "--set model.dtype=bf16 --set model.head_dim=64 --set train.recompute=layer --nproc 2"
     rows = rows_of(bench(f"{flags} --layers 1 --steps 2 --breakdown --kernels", "cuda"))
-    step = rows[0]
+    step = next(row for row in rows if row["case"] == "train")
     assert step["layers_run"] == 1 and step["device"].startswith("2 x ")
     assert step["step_ms_all_layers"] > 0
     phases = {row["phase"]: row["ms"] for row in rows if row["case"] == "train phase"}
