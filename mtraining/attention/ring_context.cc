@@ -4,7 +4,9 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
+#include <functional>
 #include <iterator>
 #include <numeric>
 #include <set>
@@ -277,48 +279,67 @@ void RingContext::State::end_stretch(Stretch stretch, const char* what, int ring
     observer(timing);
     return;
   }
-  c10::Event end = recorded(stretch.begin->device());
-  unreported.push_back({timing, std::move(*stretch.begin), std::move(end)});
+  const at::Device device = stretch.begin->device();
+  const auto whole = std::make_shared<DeviceStretch>(timing, std::move(*stretch.begin));
+  whole->end = recorded(device);
+  unreported.push_back(whole);
   report_stretches(/*wait=*/false);
 }
 
 void RingContext::State::watch_transfer(std::span<const comm::WorkPtr> works, at::Device device,
                                         std::string_view channel, int ring_step) {
   if (!observer || device.is_cpu()) return;
-  c10::Event begin = recorded(device);
+  const auto stretch = std::make_shared<DeviceStretch>(
+      StepTiming{.what = "transfer", .ring_step = ring_step, .tag = tag, .channel = channel},
+      recorded(device));
   const c10::impl::VirtualGuardImpl streams(device.type());
   const c10::Stream stream =
       watching.try_emplace(channel, streams.getStreamFromGlobalPool(device)).first->second;
-  const c10::StreamGuard guard(stream);
-  for (const comm::WorkPtr& work : works) work->wait();
-  unreported.push_back(
-      {{.what = "transfer", .ring_step = ring_step, .tag = tag, .channel = channel},
-       std::move(begin),
-       recorded(device)});
+  const auto left = std::make_shared<std::atomic<size_t>>(works.size());
+  for (const comm::WorkPtr& work : works) {
+    work->when_enqueued([stretch, stream, left, device](const std::function<void()>& wait) {
+      const c10::StreamGuard guard(stream);
+      wait();
+      if (--*left > 0) return;
+      c10::Event end = recorded(device);
+      const std::lock_guard lock(stretch->mutex);
+      stretch->end = std::move(end);
+    });
+  }
+  unreported.push_back(stretch);
 }
 
 void RingContext::State::report_stretches(bool wait) {
   while (!unreported.empty()) {
-    DeviceStretch& next = unreported.front();
+    const std::shared_ptr<DeviceStretch> next = unreported.front();
+    {
+      const std::lock_guard lock(next->mutex);
+      if (!next->end && !wait) return;
+      if (!next->end) {  // of a transfer that failed: whoever waited for it knows
+        unreported.pop_front();
+        continue;
+      }
+    }
+    c10::Event& end = *next->end;
     // A transfer may be over before its rank's stream has come to where it was posted.
     if (wait) {
-      next.begin.synchronize();
-      next.end.synchronize();
+      next->begin.synchronize();
+      end.synchronize();
     }
-    if (!next.begin.query() || !next.end.query()) return;
+    if (!next->begin.query() || !end.query()) return;
     if (!clock) {
-      clock = recorded(next.end.device());
+      clock = recorded(end.device());
       clock->synchronize();
       clock_us = static_cast<double>(now_us());
     }
     // From event to event, not from the first one on: what tells their distance is a float.
-    const double begin_us = clock_us + clock->elapsedTime(next.begin) * 1e3;
-    const double end_us = begin_us + std::max(0.0, next.begin.elapsedTime(next.end) * 1e3);
-    next.timing.begin_us = static_cast<int64_t>(begin_us);
-    next.timing.end_us = static_cast<int64_t>(end_us);
-    clock = std::move(next.end);
+    const double begin_us = clock_us + clock->elapsedTime(next->begin) * 1e3;
+    const double end_us = begin_us + std::max(0.0, next->begin.elapsedTime(end) * 1e3);
+    next->timing.begin_us = static_cast<int64_t>(begin_us);
+    next->timing.end_us = static_cast<int64_t>(end_us);
+    clock = std::move(end);
     clock_us = end_us;
-    const StepTiming timing = next.timing;
+    const StepTiming timing = next->timing;
     unreported.pop_front();
     if (observer) observer(timing);
   }

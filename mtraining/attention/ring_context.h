@@ -12,6 +12,7 @@
 #include <deque>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <span>
 #include <utility>
@@ -42,7 +43,8 @@ struct RingContext::State {
   };
   Stretch begin_stretch(at::Device device) const;
   void end_stretch(Stretch stretch, const char* what, int ring_step, int64_t pairs);
-  /// Tells the observer how long the transfers are under way from now on; on a GPU alone. Nobody waits.
+  /// Tells the observer how long the transfers are under way from now on; on a GPU alone. Nobody waits, nor is anything put between
+  /// what ranks do: a watched pass is as the same one unwatched.
   void watch_transfer(std::span<const comm::WorkPtr> works, at::Device device,
                       std::string_view channel, int ring_step);
   /// Tells the observer of the stretches that the device has done; of all of them, having waited.
@@ -62,11 +64,16 @@ struct RingContext::State {
   std::vector<int64_t> positions;                  ///< of this rank's rows
   StepObserver observer;
   int64_t tag = -1;
+  /// Shared with whoever enqueues the last of a transfer, which may be a peer's thread.
   struct DeviceStretch {
+    DeviceStretch(const StepTiming& known, c10::Event first)
+        : timing(known), begin(std::move(first)) {}
     StepTiming timing;
-    c10::Event begin, end;
+    c10::Event begin;
+    std::mutex mutex;
+    std::optional<c10::Event> end;  ///< under the mutex; absent: not enqueued yet
   };
-  std::deque<DeviceStretch> unreported;
+  std::deque<std::shared_ptr<DeviceStretch>> unreported;
   std::map<std::string_view, c10::Stream>
       watching;                     ///< by channel: a stream that waits for its transfers
   std::optional<c10::Event> clock;  ///< an event that is over, and when it was

@@ -11,6 +11,7 @@
 #include <map>
 #include <mutex>
 #include <set>
+#include <thread>
 
 #include "mtraining/attention/autograd.h"
 #include "mtraining/attention/ring_call.h"
@@ -348,6 +349,54 @@ TEST(RingOnGpu, KAndVAreUnderWayWhileTheIndexIsChosen) {
       EXPECT_NE(transfer.channel.find("kv"), std::string_view::npos) << transfer.channel;
     });
   }
+}
+
+/// A transfer whose peer has not come: whoever waits for it waits on the host.
+class LateWork : public comm::Work {
+ public:
+  explicit LateWork(std::vector<Then>& thens) : thens_(thens) {}
+  void wait() override { FAIL() << "somebody waited on the host"; }
+  void when_enqueued(const Then& then) override { thens_.push_back(then); }
+
+ private:
+  std::vector<Then>& thens_;
+};
+
+TEST(RingOnGpu, AWatchedTransferKeepsNobodyAndIsTimedWhenItsPeerHasCome) {
+  const RingOptions options = ring_options(1, 1, LayoutKind::kBlockStriped, 64, 512);
+  on_ranks(options, [&](RingContext& context, comm::Transport&) {
+    const at::Device device(at::kCUDA, c10::cuda::current_device());
+    std::vector<StepTiming> seen;
+    context.set_observer([&](const StepTiming& timing) { seen.push_back(timing); });
+    std::vector<comm::Work::Then> thens, never;
+    std::vector<comm::WorkPtr> two, dropped;
+    for (int i = 0; i < 2; ++i) two.push_back(std::make_unique<LateWork>(thens));
+    dropped.push_back(std::make_unique<LateWork>(never));
+    context.state().watch_transfer(two, device, "inner kv", 3);
+    context.state().watch_transfer(dropped, device, "inner grad", 4);
+    context.state().report_stretches(/*wait=*/false);
+    EXPECT_TRUE(seen.empty());
+    ASSERT_EQ(thens.size(), 2);
+    const auto before = c10::cuda::getCurrentCUDAStream();
+    int waits = 0;
+    std::thread peer([&] {
+      std::this_thread::sleep_for(milliseconds(30));
+      for (const auto& then : thens) {
+        then([&] {
+          ++waits;
+          EXPECT_NE(c10::cuda::getCurrentCUDAStream().stream(), before.stream());
+        });
+      }
+    });
+    peer.join();
+    context.finish_observing();
+    EXPECT_EQ(waits, 2);
+    ASSERT_EQ(seen.size(), 1);  // the other one never came
+    EXPECT_EQ(seen[0].channel, "inner kv");
+    EXPECT_EQ(seen[0].ring_step, 3);
+    EXPECT_GE(seen[0].end_us - seen[0].begin_us, 25000);
+    context.set_observer({});
+  });
 }
 
 TEST(RingOnGpu, DenseAloneIsTorchsAndIsTheOracle) {

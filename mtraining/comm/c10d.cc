@@ -7,8 +7,11 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <condition_variable>
 #include <cstdlib>
 #include <cstring>
+#include <mutex>
+#include <thread>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
@@ -74,12 +77,41 @@ class C10dTransport : public Transport {
       if (auto group = weak.lock()) group->break_off(cause);
     }
 #endif
-    for (const std::weak_ptr<Communicator>& weak : groups_) {
-      if (auto group = weak.lock()) dynamic_cast<Breakable&>(*group).break_connections();
-    }
+    break_all_connections();
   }
 
  private:
+  /// All at once: one on a GPU may end only when others do that hold up its stream. Not waited for longer than a moment: whoever gives up
+  /// ends, whatever the device does.
+  void break_all_connections() noexcept {
+    struct Left {
+      std::mutex mutex;
+      std::condition_variable changed;
+      size_t groups = 0;
+    };
+    try {
+      const auto left = std::make_shared<Left>();
+      for (const std::weak_ptr<Communicator>& weak : groups_) {
+        CommunicatorPtr group = weak.lock();
+        if (!group) continue;
+        {
+          const std::lock_guard lock(left->mutex);
+          ++left->groups;
+        }
+        std::thread([left, group = std::move(group)]() mutable {
+          dynamic_cast<Breakable&>(*group).break_connections();
+          group.reset();
+          const std::lock_guard lock(left->mutex);
+          --left->groups;
+          left->changed.notify_all();
+        }).detach();
+      }
+      std::unique_lock lock(left->mutex);
+      left->changed.wait_for(lock, milliseconds(3000), [&] { return left->groups == 0; });
+    } catch (...) {  // no thread to be had: the peers run into their timeout
+    }
+  }
+
   CommunicatorPtr open(const std::string& name, const std::vector<int>& members, bool nccl) {
     check_members(name, members, options_.size);
     const std::string prefix = concat("mtraining/group", opened_++);

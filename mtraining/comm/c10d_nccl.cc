@@ -127,7 +127,22 @@ class NcclCommunicator : public Communicator, public Breakable {
    public:
     NcclWork(c10::intrusive_ptr<c10d::Work> work, FailureBoardPtr board, std::string text)
         : work_(std::move(work)), board_(std::move(board)), text_(std::move(text)) {}
+    ~NcclWork() override {
+      try {
+        if (work_ && !waited_) work_->wait();
+      } catch (...) {  // what has failed is said to whoever waits
+      }
+    }
     void wait() override {
+      hold();
+      waited_ = true;
+    }
+    void when_enqueued(const Then& then) override {
+      then([this] { hold(); });
+    }
+
+   private:
+    void hold() {
       try {
         if (work_) work_->wait();
       } catch (const std::exception& e) {
@@ -135,10 +150,10 @@ class NcclCommunicator : public Communicator, public Breakable {
       }
     }
 
-   private:
     c10::intrusive_ptr<c10d::Work> work_;
     FailureBoardPtr board_;
     std::string text_;
+    bool waited_ = false;  // by a stream of the caller's: one that watches is another
   };
 
   static at::Device device() { return {at::kCUDA, c10::cuda::current_device()}; }

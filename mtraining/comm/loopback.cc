@@ -1,10 +1,12 @@
 #include "mtraining/comm/loopback.h"
 
 #include <algorithm>
+#include <atomic>
 #include <condition_variable>
 #include <cstring>
 #include <deque>
 #include <exception>
+#include <initializer_list>
 #include <map>
 #include <mutex>
 #include <sstream>
@@ -22,6 +24,8 @@ using Mark = LoopbackMemory::Mark;
 
 /// kDone: moved, or on a GPU enqueued, to be over with the mark `moved`.
 enum class Progress { kPosted, kMoving, kDone, kCancelled };
+/// Whom to tell before it is kDone.
+using Thens = std::vector<std::function<void()>>;
 
 /// One direction of an exchange as one rank called it. Guarded by World::mutex but for the bytes while kMoving.
 struct Half {
@@ -34,6 +38,7 @@ struct Half {
   Mark ready = {};  // of the rank's thread when it called
   Mark moved = {};
   Progress progress = Progress::kPosted;
+  Thens then = {};
 };
 using HalfPtr = std::shared_ptr<Half>;
 
@@ -47,6 +52,7 @@ struct Collective {
   std::vector<Mark> ready;  // by group rank
   std::vector<Mark> moved;
   Progress progress = Progress::kPosted;
+  Thens then;
 };
 using CollectivePtr = std::shared_ptr<Collective>;
 
@@ -194,18 +200,30 @@ class World {
     for (size_t p = 0; p < sender.send.size(); ++p)
       copies.push_back({sender.send[p].data, receiver.recv[p].data, sender.send[p].bytes});
     const Mark after[] = {sender.ready, receiver.ready};
+    const auto end_with = [&](Progress progress) {
+      half->progress = peer->progress = progress;
+      wake_[peer->job_rank].notify_all();
+    };
     try {
       half->moved = peer->moved =
           group.memory->copy({group.number, receiver.job_rank}, after, sender.job_rank, copies);
+      tell(lock, {&half->then, &peer->then});
     } catch (...) {
-      lock.lock();
-      half->progress = peer->progress = Progress::kCancelled;
-      wake_[peer->job_rank].notify_all();
+      if (!lock.owns_lock()) lock.lock();
+      end_with(Progress::kCancelled);
       throw;
     }
-    lock.lock();
-    half->progress = peer->progress = Progress::kDone;
-    wake_[peer->job_rank].notify_all();
+    end_with(Progress::kDone);
+  }
+
+  /// Tells `then` at once where it is done; else whoever moves its bytes does.
+  void when_done(const Progress& progress, Thens& then, const std::function<void()>& told) {
+    {
+      const std::lock_guard lock(mutex_);
+      if (progress != Progress::kDone) then.push_back(told);
+      if (progress != Progress::kDone) return;
+    }
+    told();
   }
 
   CollectivePtr join(Group& group, int group_rank, const Call& call, std::vector<ConstBuffer> send,
@@ -238,13 +256,14 @@ class World {
     collective->progress = Progress::kMoving;
     lock.unlock();
     const auto end_with = [&](Progress progress) {
-      lock.lock();
       collective->progress = progress;
       for (int member : group.members) wake_[member].notify_all();
     };
     try {
       run_collective(group, *collective);
+      tell(lock, {&collective->then});
     } catch (...) {
+      if (!lock.owns_lock()) lock.lock();
       end_with(Progress::kCancelled);
       throw;
     }
@@ -276,10 +295,12 @@ class World {
   }
 
   /// Before the buffers of an unfinished call may go away: nobody reads or writes them afterwards.
-  void cancel(int rank, Progress& progress) {
+  void cancel(int rank, Progress& progress, Thens& then) {
     std::unique_lock lock(mutex_);
     wake_[rank].wait(lock, [&] { return progress != Progress::kMoving; });
-    if (progress == Progress::kPosted) progress = Progress::kCancelled;
+    if (progress != Progress::kPosted) return;
+    progress = Progress::kCancelled;
+    then.clear();
   }
 
   void remove(Group& group, std::pair<int, int> way, const HalfPtr& half) {
@@ -313,6 +334,23 @@ class World {
     std::vector<const Progress*> parts;  // empty: the rank is running
     const std::string* text = nullptr;
   };
+
+  /// Until nobody is left to be told. Returns with the lock, which nobody who is told needs.
+  static void tell(std::unique_lock<std::mutex>& lock, std::initializer_list<Thens*> lists) {
+    if (!lock.owns_lock()) lock.lock();
+    for (bool told = true; told;) {
+      told = false;
+      for (Thens* list : lists) {
+        Thens now;
+        now.swap(*list);
+        if (now.empty()) continue;
+        told = true;
+        lock.unlock();
+        for (const auto& then : now) then();
+        lock.lock();
+      }
+    }
+  }
 
   bool blocked(int rank) const {
     return std::any_of(waits_[rank].parts.begin(), waits_[rank].parts.end(),
@@ -422,8 +460,8 @@ class ExchangeWork : public Work {
     const int job_rank = group_->members[rank_];
     world_->remove(*group_, {rank_, to_}, send_);
     world_->remove(*group_, {from_, rank_}, recv_);
-    world_->cancel(job_rank, send_->progress);
-    world_->cancel(job_rank, recv_->progress);
+    world_->cancel(job_rank, send_->progress, send_->then);
+    world_->cancel(job_rank, recv_->progress, recv_->then);
     await_moved_unless_failing({send_->moved, recv_->moved}, *group_->memory);
   }
 
@@ -435,6 +473,20 @@ class ExchangeWork : public Work {
     finished_ = true;
     group_->memory->await(send_->moved);
     group_->memory->await(recv_->moved);
+  }
+  void when_enqueued(const Then& then) override {
+    const auto half_done = [then, left = std::make_shared<std::atomic<int>>(2), group = group_,
+                            send = std::weak_ptr(send_), recv = std::weak_ptr(recv_)] {
+      if (--*left > 0) return;
+      const HalfPtr sent = send.lock(), received = recv.lock();
+      if (!sent || !received) return;
+      then([&] {
+        group->memory->await(sent->moved);
+        group->memory->await(received->moved);
+      });
+    };
+    world_->when_done(send_->progress, send_->then, half_done);
+    world_->when_done(recv_->progress, recv_->then, half_done);
   }
 
  private:
@@ -456,7 +508,7 @@ class CollectiveWork : public Work {
 
   ~CollectiveWork() override {
     if (finished_) return;
-    world_->cancel(group_->members[rank_], collective_->progress);
+    world_->cancel(group_->members[rank_], collective_->progress, collective_->then);
     await_moved_unless_failing(collective_->moved, *group_->memory);
   }
 
@@ -467,6 +519,16 @@ class CollectiveWork : public Work {
     }
     finished_ = true;
     for (const Mark& mark : collective_->moved) group_->memory->await(mark);
+  }
+  void when_enqueued(const Then& then) override {
+    const auto done = [then, group = group_, collective = std::weak_ptr(collective_)] {
+      const CollectivePtr moved = collective.lock();
+      if (!moved) return;
+      then([&] {
+        for (const Mark& mark : moved->moved) group->memory->await(mark);
+      });
+    };
+    world_->when_done(collective_->progress, collective_->then, done);
   }
 
  private:

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "mtraining/base/check.h"
+#include "mtraining/comm/device_element.h"
 #include "mtraining/comm/loopback_memory.h"
 #include "mtraining/kernels/exchange_cuda/exchange.h"
 
@@ -18,22 +19,6 @@ namespace exchange = kernels::exchange_cuda;
 void check_cuda(cudaError_t error, const char* what) {
   MT_CHECK_EXTERNAL(error == cudaSuccess, "device loopback: ", what, ": ",
                     cudaGetErrorString(error));
-}
-
-exchange::Element element_of(ElementType type) {
-  switch (type) {
-    case ElementType::kInt64:
-      return exchange::Element::kInt64;
-    case ElementType::kInt32:
-      return exchange::Element::kInt32;
-    case ElementType::kFloat32:
-      return exchange::Element::kFloat32;
-    case ElementType::kFloat64:
-      return exchange::Element::kFloat64;
-    case ElementType::kBFloat16:
-      return exchange::Element::kBFloat16;
-  }
-  MT_ASSERT(false, "element type ", static_cast<int>(type));
 }
 
 /// Events that are used again: a wait that was enqueued keeps what the event stood for then.

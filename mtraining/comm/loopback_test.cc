@@ -32,6 +32,51 @@ TEST(Loopback, EveryCallDoesWhatItSaysForEverySize) {
   }
 }
 
+TEST(Loopback, WhoAsksToBeToldDoesNotWaitForAPeerAndIsToldBeforeTheWaitEnds) {
+  run_loopback(2, [](Transport& transport) {
+    CommunicatorPtr group = transport.open("late", all_ranks(transport));
+    const int rank = group->rank(), peer = 1 - rank;
+    for (int round = 0; round < 3; ++round) {
+      std::vector<float> mine(8, static_cast<float>(rank)), got(8), all(16);
+      if (rank == 1) std::this_thread::sleep_for(milliseconds(150));
+      const WorkPtr hop =
+          group->exchange(peer, {bytes_of(std::as_const(mine))}, peer, {bytes_of(got)});
+      const WorkPtr gather =
+          group->all_gather(bytes_of(std::as_const(mine)), {{&all[0], 32}, {&all[8], 32}});
+      std::atomic<int> told[2] = {0, 0};
+      const auto start = steady_clock::now();
+      hop->when_enqueued([&](const std::function<void()>& wait) {
+        wait();
+        ++told[0];
+      });
+      gather->when_enqueued([&](const std::function<void()>& wait) {
+        wait();
+        ++told[1];
+      });
+      EXPECT_LT(seconds_since(start), 0.1);
+      if (rank == 0) {
+        EXPECT_EQ(told[0] + told[1], 0);  // the peer has not called yet
+      }
+      gather->wait();
+      hop->wait();
+      EXPECT_EQ(told[0], 1);
+      EXPECT_EQ(told[1], 1);
+      EXPECT_EQ(got[7], static_cast<float>(peer));
+      EXPECT_EQ(all[15], 1.f);
+      gather->when_enqueued([&](const std::function<void()>&) { ++told[1]; });  // is over
+      EXPECT_EQ(told[1], 2);
+    }
+    // Dropped: nobody is told.
+    std::vector<float> mine(8), got(8);
+    bool told = false;
+    if (rank == 0) {
+      group->exchange(1, {bytes_of(std::as_const(mine))}, 1, {bytes_of(got)})
+          ->when_enqueued([&](const std::function<void()>&) { told = true; });
+    }
+    EXPECT_FALSE(told);
+  });
+}
+
 TEST(Single, IsATransportOfOneRank) {
   auto transport = make_single();
   EXPECT_EQ(transport->size(), 1);

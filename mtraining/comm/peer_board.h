@@ -96,6 +96,24 @@ class Event {
 };
 using EventPtr = std::unique_ptr<Event>;
 
+/// A slot of this rank: memory that others read.
+struct Slot {
+  void* memory = nullptr;
+  int64_t bytes = 0;
+  uint64_t generation = 0;
+  cudaIpcMemHandle_t handle = {};
+  EventPtr ready;
+  std::array<uint64_t, kMaxRanks> last = {};  // number of the last post to each rank that is in it
+};
+/// A slot of another rank, as this one sees it.
+struct PeerSlot {
+  void* memory = nullptr;
+  uint64_t generation = 0;
+  EventPtr ready;  // of the peer
+  EventPtr done;   // of this rank: it has read the slot
+  EventPtr read;   // of the peer: it has read this rank's slot
+};
+
 /// Memory that all processes of the group see: created by rank 0, gone from the file system once all have it.
 class Board {
  public:

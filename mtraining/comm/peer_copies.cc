@@ -16,6 +16,7 @@
 
 #include "mtraining/base/check.h"
 #include "mtraining/comm/call.h"
+#include "mtraining/comm/device_element.h"
 #include "mtraining/comm/peer_board.h"
 #include "mtraining/kernels/exchange_cuda/exchange.h"
 
@@ -28,40 +29,6 @@ using std::chrono::milliseconds;
 using std::chrono::steady_clock;
 
 constexpr int64_t kFirstBytes = int64_t{1} << 20;
-
-exchange_cuda::Element element_of(ElementType type) {
-  switch (type) {
-    case ElementType::kInt64:
-      return exchange_cuda::Element::kInt64;
-    case ElementType::kInt32:
-      return exchange_cuda::Element::kInt32;
-    case ElementType::kFloat32:
-      return exchange_cuda::Element::kFloat32;
-    case ElementType::kFloat64:
-      return exchange_cuda::Element::kFloat64;
-    case ElementType::kBFloat16:
-      return exchange_cuda::Element::kBFloat16;
-  }
-  MT_ASSERT(false, "element type ", static_cast<int>(type));
-}
-
-/// A slot of this rank: memory that others read.
-struct Slot {
-  void* memory = nullptr;
-  int64_t bytes = 0;
-  uint64_t generation = 0;
-  cudaIpcMemHandle_t handle = {};
-  EventPtr ready;
-  std::array<uint64_t, kMaxRanks> last = {};  // number of the last post to each rank that is in it
-};
-/// A slot of another rank, as this one sees it.
-struct PeerSlot {
-  void* memory = nullptr;
-  uint64_t generation = 0;
-  EventPtr ready;  // of the peer
-  EventPtr done;   // of this rank: it has read the slot
-  EventPtr read;   // of the peer: it has read this rank's slot
-};
 
 /// What a call receives.
 struct Receipt {
@@ -81,12 +48,16 @@ struct Receipt {
       posted;  // on the caller's stream: destinations are free, own parts are there
   std::shared_ptr<Event> moved;
   steady_clock::time_point deadline;
-  bool over = false;  // enqueued, or failed
+  // Under the communicator's mutex:
+  bool dropped = false;  // nobody waits: its destinations are no longer there
+  bool taking = false;   // what moves its bytes is being enqueued
+  bool over = false;     // enqueued, or failed
   std::string error;
+  std::vector<Work::Then> then;
 };
 using ReceiptPtr = std::shared_ptr<Receipt>;
 
-class PeerCopies : public PeerCopiesCommunicator {
+class PeerCopies : public PeerCopiesCommunicator, public std::enable_shared_from_this<PeerCopies> {
  public:
   PeerCopies(std::string name, const PeerCopiesOptions& options)
       : name_(std::move(name)),
@@ -98,12 +69,24 @@ class PeerCopies : public PeerCopiesCommunicator {
     check_cuda(cudaGetDevice(&device_), "asking for the device");
     board_.emplace(*options_.host);
     std::string error = board_->error();
-    agree(error);
-    attempt(error, [&] { share(); });
-    agree(error);
-    attempt(error, [&] { open_peers(); });
-    agree(error);
-    thread_ = std::thread([this] { work(); });
+    try {
+      agree(error);
+      attempt(error, [&] { share(); });
+      agree(error);
+      attempt(error, [&] { open_peers(); });
+      agree(error);
+      thread_ = std::thread([this] { work(); });
+    } catch (const Unsupported&) {  // on all members alike
+      close_peers();
+      attempt(error, [&] {
+        options_.host->barrier();  // nobody looks at anybody's memory any more
+        free_own();
+      });
+      throw;
+    } catch (...) {
+      close_peers();
+      throw;
+    }
   }
   ~PeerCopies() override {
     {
@@ -112,30 +95,10 @@ class PeerCopies : public PeerCopiesCommunicator {
     }
     wake_.notify_all();
     if (thread_.joinable()) thread_.join();
-    // The device may wait for a rank that never comes, and whoever frees memory waits for the device.
-    if (!broken_.empty()) return;
-    // Others may be reading; whoever has failed or is gone no longer does.
-    const auto deadline = steady_clock::now() + milliseconds(2000);
-    for (int s = 0; s < kSlots; ++s) {
-      for (int r = 0; r < size_; ++r) {
-        while (broken_.empty() && board_->page(r).taken[rank_].load() < slots_[s].last[r] &&
-               steady_clock::now() < deadline)
-          std::this_thread::sleep_for(milliseconds(1));
-        // An event of this process may be gone by now: whoever has ranks as threads lets them meet before they end.
-        while (broken_.empty() && slots_[s].last[r] > 0 && peers_[r][s].read && !is_here(r) &&
-               cudaEventQuery(peers_[r][s].read->get()) == cudaErrorNotReady &&
-               steady_clock::now() < deadline)
-          std::this_thread::sleep_for(milliseconds(1));
-      }
-    }
-    if (stream_ != nullptr) {
-      if (broken_.empty()) cudaStreamSynchronize(stream_);
-      cudaStreamDestroy(stream_);
-    }
-    for (int r = 0; r < size_; ++r)
-      for (PeerSlot& slot : peers_[r])
-        if (slot.memory != nullptr && !is_here(r)) cudaIpcCloseMemHandle(slot.memory);
-    for (void* memory : allocated_) cudaFree(memory);
+    // The device may wait for a rank that never comes, and whoever frees memory waits for the device: then it is left to the process's end.
+    if (!settles()) return;
+    close_peers();
+    free_own();
   }
 
   int rank() const override { return rank_; }
@@ -237,13 +200,21 @@ class PeerCopies : public PeerCopiesCommunicator {
 
   class CopiesWork : public Work {
    public:
-    CopiesWork(PeerCopies& owner, ReceiptPtr receipt)
-        : owner_(owner), receipt_(std::move(receipt)) {}
-    void wait() override { owner_.await(*receipt_); }
+    CopiesWork(std::shared_ptr<PeerCopies> owner, ReceiptPtr receipt)
+        : owner_(std::move(owner)), receipt_(std::move(receipt)) {}
+    ~CopiesWork() override {
+      if (!waited_) owner_->drop(*receipt_);
+    }
+    void wait() override {
+      owner_->await(*receipt_);
+      waited_ = true;
+    }
+    void when_enqueued(const Then& then) override { owner_->when_enqueued(*receipt_, then); }
 
    private:
-    PeerCopies& owner_;
+    std::shared_ptr<PeerCopies> owner_;
     ReceiptPtr receipt_;
+    bool waited_ = false;
   };
 
   template <typename Body>
@@ -341,14 +312,67 @@ class PeerCopies : public PeerCopiesCommunicator {
       peer.generation = post.generation;
       return;
     }
-    if (peer.memory != nullptr) {
-      check_cuda(cudaStreamSynchronize(stream_), "what reads a peer's memory");
-      check_cuda(cudaIpcCloseMemHandle(peer.memory), "closing a peer's memory");
-      peer.memory = nullptr;
-    }
-    check_cuda(cudaIpcOpenMemHandle(&peer.memory, post.memory, cudaIpcMemLazyEnablePeerAccess),
+    // The old memory stays open until the end, as it is there until then: the device may still read it, and must not be waited for.
+    void* memory = nullptr;
+    check_cuda(cudaIpcOpenMemHandle(&memory, post.memory, cudaIpcMemLazyEnablePeerAccess),
                "opening a peer's memory");
+    opened_.push_back(memory);
+    peer.memory = memory;
     peer.generation = post.generation;
+  }
+  void close_peers() {
+    for (void* memory : opened_) cudaIpcCloseMemHandle(memory);
+    opened_.clear();
+  }
+  void free_own() {
+    if (stream_ != nullptr) cudaStreamDestroy(stream_);
+    stream_ = nullptr;
+    for (void* memory : allocated_) cudaFree(memory);
+    allocated_.clear();
+  }
+
+  /// Waits until neither this rank nor a peer has anything to do with the memory. False where that does not come.
+  bool settles() {
+    const auto start = steady_clock::now();
+    auto asked = start;
+    if (fails(start + milliseconds(201), asked)) return false;
+    const auto is_over = [&](const auto& done, milliseconds patience) {
+      while (!done()) {
+        const auto now = steady_clock::now();
+        if (now - start > patience || fails(now, asked)) return false;
+        std::this_thread::sleep_for(milliseconds(1));
+      }
+      return true;
+    };
+    // Others may be reading; whoever has failed or is gone no longer does, and nobody is told.
+    constexpr milliseconds kPeers{2000};
+    for (int s = 0; s < kSlots; ++s) {
+      for (int r = 0; r < size_; ++r) {
+        if (slots_[s].last[r] == 0) continue;
+        if (!is_over([&] { return board_->page(r).taken[rank_].load() >= slots_[s].last[r]; },
+                     kPeers))
+          return false;
+        // An event of this process may be gone by now: whoever has ranks as threads lets them meet before they end.
+        if (is_here(r)) continue;
+        const cudaEvent_t read = peers_[r][s].read->get();
+        if (!is_over([&] { return cudaEventQuery(read) != cudaErrorNotReady; }, kPeers))
+          return false;
+      }
+      const cudaEvent_t ready = slots_[s].ready->get();
+      if (!is_over([&] { return cudaEventQuery(ready) != cudaErrorNotReady; }, options_.timeout))
+        return false;
+    }
+    return is_over([&] { return cudaStreamQuery(stream_) != cudaErrorNotReady; }, options_.timeout);
+  }
+  /// Whether the job has failed, as far as this rank knows.
+  bool fails(steady_clock::time_point now, steady_clock::time_point& asked) {
+    {
+      const std::lock_guard lock(mutex_);
+      if (!broken_.empty()) return true;
+    }
+    if (now - asked <= milliseconds(200) || !options_.failure) return false;
+    asked = now;
+    return !options_.failure().empty();
   }
 
   cudaStream_t caller_stream() const {
@@ -477,7 +501,7 @@ class PeerCopies : public PeerCopiesCommunicator {
       pending_.push_back(receipt);
     }
     wake_.notify_one();
-    return std::make_unique<CopiesWork>(*this, std::move(receipt));
+    return std::make_unique<CopiesWork>(shared_from_this(), std::move(receipt));
   }
 
   void await(const Receipt& receipt) {
@@ -493,6 +517,28 @@ class PeerCopies : public PeerCopiesCommunicator {
       }
     }
     receipt.moved->hold(caller_stream());
+  }
+  /// Nobody waits for it: no byte arrives after this, but for what the current stream's next work waits for. Peers see nothing of it.
+  void drop(Receipt& receipt) noexcept {
+    try {
+      {
+        std::unique_lock lock(mutex_);
+        receipt.dropped = true;
+        receipt.then.clear();
+        over_.wait(lock, [&] { return !receipt.taking; });
+        if (!receipt.over || !receipt.error.empty()) return;
+      }
+      receipt.moved->hold(caller_stream());
+    } catch (...) {  // a device that fails says so to whoever uses it next
+    }
+  }
+  void when_enqueued(Receipt& receipt, const Work::Then& then) {
+    {
+      const std::lock_guard lock(mutex_);
+      if (!receipt.over) receipt.then.push_back(then);
+      if (!receipt.over || !receipt.error.empty()) return;
+    }
+    then([&] { receipt.moved->hold(caller_stream()); });
   }
 
   // ---- the thread ----
@@ -528,14 +574,29 @@ class PeerCopies : public PeerCopiesCommunicator {
         }
         take(*next);
       });
-      {
-        const std::lock_guard lock(mutex_);
-        next->error = error;
-        if (broken_.empty()) broken_ = error;
-        next->over = true;
-        pending_.pop_front();
-      }
+      while (!ends(*next, error)) attempt(error, [&] { tell(*next); });
       over_.notify_all();
+    }
+  }
+  /// False where somebody has asked meanwhile to be told.
+  bool ends(Receipt& receipt, const std::string& error) {
+    const std::lock_guard lock(mutex_);
+    if (error.empty() && !receipt.then.empty()) return false;
+    receipt.error = error;
+    if (broken_.empty()) broken_ = error;
+    receipt.taking = false;
+    receipt.over = true;
+    pending_.pop_front();
+    return true;
+  }
+  void tell(Receipt& receipt) {
+    std::vector<Work::Then> then;
+    {
+      const std::lock_guard lock(mutex_);
+      then.swap(receipt.then);
+    }
+    for (const Work::Then& each : then) {
+      each([&] { receipt.moved->hold(caller_stream()); });
     }
   }
   /// The slot of the peer that holds it; -1: not yet.
@@ -547,8 +608,14 @@ class PeerCopies : public PeerCopiesCommunicator {
     }
     return -1;
   }
-  /// All peers have come: enqueues what moves their bytes.
+  /// All peers have come: enqueues what moves their bytes. Of one that was dropped, nothing: the peers' slots are free again.
   void take(Receipt& receipt) {
+    bool dropped = false;
+    {
+      const std::lock_guard lock(mutex_);
+      receipt.taking = true;
+      dropped = receipt.dropped;
+    }
     receipt.posted->hold(stream_);
     std::array<const void*, kMaxRanks> sources = {};
     std::array<int, kMaxRanks> slot_of = {};
@@ -562,14 +629,14 @@ class PeerCopies : public PeerCopiesCommunicator {
       const auto* memory = static_cast<const char*>(peer.memory);
       sources[part.from] = memory + post.offset[rank_][0];
       for (size_t p = 0; p < part.to.size(); ++p) {
-        if (part.to[p].bytes == 0) continue;
+        if (part.to[p].bytes == 0 || dropped) continue;
         check_cuda(
             cudaMemcpyAsync(part.to[p].data, memory + post.offset[rank_][p],
                             static_cast<size_t>(part.to[p].bytes), cudaMemcpyDefault, stream_),
             "copying from a peer");
       }
     }
-    if (receipt.sums) {
+    if (receipt.sums && !dropped) {
       sources[rank_] = receipt.own;
       exchange_cuda::reduce_in_order(
           element_of(receipt.call.type), receipt.call.op == ReduceOp::kMax,
@@ -604,6 +671,7 @@ class PeerCopies : public PeerCopiesCommunicator {
   std::array<Slot, kSlots> slots_;
   std::array<std::array<PeerSlot, kSlots>, kMaxRanks> peers_;
   std::vector<void*> allocated_;
+  std::vector<void*> opened_;  // of peers in other processes
   cudaStream_t stream_ = nullptr;
   uint64_t posts_ = 0;
   std::array<uint64_t, kMaxRanks> sent_ = {}, received_ = {};  // posts by peer
