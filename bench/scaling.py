@@ -14,6 +14,7 @@ import os
 import pathlib
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -22,6 +23,7 @@ import time
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 ROWS = ROOT / "docs" / "benchmarks" / "scaling.jsonl"
 LIMIT_S = 590
+RANKS_END_S = 40  # torchrun kills after 30 s those that do not end
 
 
 class Runner:
@@ -52,22 +54,25 @@ class Runner:
         else:
             full = [*launcher, "--no-python", *command]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        job = subprocess.Popen(
+            full,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+            start_new_session=True,
+        )
         try:
-            done = subprocess.run(
-                full,
-                capture_output=True,
-                text=True,
-                timeout=min(timeout_s, max(5, self.left_s())),
-                env=environment,
-            )
+            output, errors = job.communicate(timeout=min(timeout_s, max(5, self.left_s())))
         except subprocess.TimeoutExpired:
+            end(job)
             print(f"over {timeout_s:.0f} s: {what}", file=sys.stderr)
             return False
-        if done.returncode != 0:
-            said = [line for line in done.stderr.splitlines() if "rror:" in line]
-            print(f"failed ({done.returncode}): {what}", *said[:4], sep="\n  ", file=sys.stderr)
+        if job.returncode != 0:
+            said = [line for line in errors.splitlines() if "rror:" in line]
+            print(f"failed ({job.returncode}): {what}", *said[:4], sep="\n  ", file=sys.stderr)
             return False
-        for line in done.stdout.splitlines():
+        for line in output.splitlines():
             if line.startswith("{"):
                 self.keep({**json.loads(line), **extra})
         return True
@@ -77,6 +82,20 @@ class Runner:
         if self.options.rows is not None:
             with open(self.options.rows, "a") as file:
                 file.write(json.dumps(row) + "\n")
+
+
+def end(job: subprocess.Popen) -> None:
+    """Ends a job with all its ranks, or the next one would be timed beside them."""
+    job.terminate()  # torchrun ends its ranks, which lead sessions of their own
+    try:
+        job.wait(RANKS_END_S)
+    except subprocess.TimeoutExpired:
+        pass
+    try:
+        os.killpg(job.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    job.communicate()
 
 
 def binary_of(options: argparse.Namespace) -> str:
