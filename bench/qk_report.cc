@@ -18,18 +18,6 @@ namespace {
 
 constexpr size_t kFirst = 8;  // entries of a list that are shown
 
-std::string_view to_string(pattern::SlashPooling pooling) {
-  switch (pooling) {
-    case pattern::SlashPooling::kBlock:
-      return "block";
-    case pattern::SlashPooling::kPaper:
-      return "paper";
-    case pattern::SlashPooling::kToken:
-      return "token";
-  }
-  return "";
-}
-
 kernels::DType dtype_of(const checkpoint::SafetensorsFile& file,
                         const checkpoint::TensorSpec& spec) {
   switch (spec.type) {
@@ -233,7 +221,7 @@ std::vector<Json> qk_report(const QueryKeys& given, const QkReportOptions& optio
             list.begin(), list.begin() + static_cast<int64_t>(std::min(kFirst, list.size()))));
       };
       rows.push_back({{"head", h},
-                      {"slash_pooling", to_string(choices[i].slash_pooling)},
+                      {"slash_pooling", word_of(pattern::kPoolingWords, choices[i].slash_pooling)},
                       {"p", choices[i].p_slash},
                       {"columns", columns.size()},
                       {"diagonals", diagonals.size()},

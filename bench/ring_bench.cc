@@ -360,9 +360,7 @@ std::vector<std::string> bench_ring(const RingBenchOptions& given, const Provena
       row.more["launch_shards"] = context.options().launch_shards;
       row.more["prefetch_steps"] = context.options().prefetch_steps;
       row.more["sm_margin"] = context.options().sm_margin;
-      row.more["transfers"] = context.options().transfers == attention::Transfers::kPeerCopies
-                                  ? "peer_copies"
-                                  : "collectives";
+      row.more["transfers"] = word_of(attention::kTransferWords, context.options().transfers);
     }
   });
   if (!prints) return {};  // another process does

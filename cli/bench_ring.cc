@@ -166,16 +166,19 @@ Options changed(Options o, const std::string& variant) {
   return o;
 }
 
+template <typename Value, size_t kCount>
+Value parse(const char* flag, const std::string& text, const Word<Value> (&words)[kCount]) {
+  const auto value = value_of(words, text);
+  MT_CHECK_ARG(value, flag, ": expected ", listed(words, ", ", " or "), ", got '", text, "'");
+  return *value;
+}
+
 attention::RingOptions ring_options(const Options& o, const topology::Topology& topology) {
-  MT_CHECK_ARG(o.columns == "once" || o.columns == "per_step",
-               "--columns: expected once or per_step, got '", o.columns, "'");
-  MT_CHECK_ARG(o.gradient_transport == "fp32" || o.gradient_transport == "bf16",
-               "--gradient-transport: expected fp32 or bf16, got '", o.gradient_transport, "'");
-  MT_CHECK_ARG(o.transfers == "collectives" || o.transfers == "peer_copies",
-               "--transfers: expected collectives or peer_copies, got '", o.transfers, "'");
   attention::RingOptions ring;
-  ring.transfers = o.transfers == "collectives" ? attention::Transfers::kCollectives
-                                                : attention::Transfers::kPeerCopies;
+  ring.columns = parse("--columns", o.columns, attention::kColumnWords);
+  ring.gradient_transport =
+      parse("--gradient-transport", o.gradient_transport, attention::kGradientTransportWords);
+  ring.transfers = parse("--transfers", o.transfers, attention::kTransferWords);
   ring.layout.kind = layout::parse_layout_kind(o.layout);
   ring.layout.stripe = o.stripe;
   ring.topology = topology;
@@ -186,11 +189,6 @@ attention::RingOptions ring_options(const Options& o, const topology::Topology& 
   ring.launch_shards = o.launch_shards;
   ring.sm_margin = o.sm_margin;
   ring.deterministic = !o.any_order;
-  ring.columns =
-      o.columns == "once" ? attention::ColumnMode::kOnce : attention::ColumnMode::kPerStep;
-  ring.gradient_transport = o.gradient_transport == "fp32"
-                                ? attention::GradientTransport::kFloat32
-                                : attention::GradientTransport::kBFloat16;
   return ring;
 }
 

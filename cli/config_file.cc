@@ -15,51 +15,18 @@
 #include "cli/model_keys.h"
 #include "cli/nearest.h"
 #include "mtraining/base/check.h"
+#include "mtraining/base/words.h"
 
 namespace mtraining::cli {
 namespace {
 
-template <typename T>
-using Names = std::vector<std::pair<const char*, T>>;
-
-const Names<pattern::PatternKind> kPatterns = {
-    {"dense", pattern::PatternKind::kDense},
-    {"vertical_slash", pattern::PatternKind::kVerticalSlash},
-    {"fixed", pattern::PatternKind::kFixed},
-    {"xattention", pattern::PatternKind::kXAttention},
-    {"moba", pattern::PatternKind::kMoba}};
-const Names<pattern::Window> kWindows = {{"last", pattern::Window::kLast},
-                                         {"strided", pattern::Window::kStrided}};
-const Names<pattern::SlashPooling> kPoolings = {{"block", pattern::SlashPooling::kBlock},
-                                                {"paper", pattern::SlashPooling::kPaper},
-                                                {"token", pattern::SlashPooling::kToken}};
-const Names<pattern::Selection> kSelections = {{"head", pattern::Selection::kHead},
-                                               {"kv_group", pattern::Selection::kKvGroup}};
-const Names<layout::LayoutKind> kLayouts = {{"contiguous", layout::LayoutKind::kContiguous},
-                                            {"zigzag", layout::LayoutKind::kZigzag},
-                                            {"striped", layout::LayoutKind::kStriped},
-                                            {"block_striped", layout::LayoutKind::kBlockStriped}};
-const Names<ring::RingKind> kRings = {{"flat", ring::RingKind::kFlat},
-                                      {"hierarchical", ring::RingKind::kHierarchical}};
-const Names<ring::InnerKind> kInners = {{"gather", ring::InnerKind::kGather},
-                                        {"ring", ring::InnerKind::kRing}};
-const Names<attention::ColumnMode> kColumns = {{"once", attention::ColumnMode::kOnce},
-                                               {"per_step", attention::ColumnMode::kPerStep}};
-const Names<attention::GradientTransport> kTransports = {
-    {"fp32", attention::GradientTransport::kFloat32},
-    {"bf16", attention::GradientTransport::kBFloat16}};
-const Names<attention::Transfers> kTransfers = {{"collectives", attention::Transfers::kCollectives},
-                                                {"peer_copies", attention::Transfers::kPeerCopies}};
-const Names<optim::ScheduleKind> kSchedules = {{"constant", optim::ScheduleKind::kConstant},
-                                               {"cosine", optim::ScheduleKind::kCosine},
-                                               {"linear", optim::ScheduleKind::kLinear}};
-const Names<train::Recompute> kRecomputes = {
+constexpr Word<train::Recompute> kRecomputes[] = {
     {"none", train::Recompute::kNone},
     {"layer", train::Recompute::kLayer},
     {"except_attention", train::Recompute::kExceptAttention}};
-const Names<train::DeviceKind> kDevices = {{"cpu", train::DeviceKind::kCpu},
-                                           {"cuda", train::DeviceKind::kCuda}};
-const Names<at::ScalarType> kDtypes = {{"float32", at::kFloat}, {"bf16", at::kBFloat16}};
+constexpr Word<train::DeviceKind> kDevices[] = {{"cpu", train::DeviceKind::kCpu},
+                                                {"cuda", train::DeviceKind::kCuda}};
+constexpr Word<at::ScalarType> kDtypes[] = {{"float32", at::kFloat}, {"bf16", at::kBFloat16}};
 
 /// Keys of interfaces that belong to parts which this version does not have.
 const std::vector<std::string> kNotBuilt = {};
@@ -80,13 +47,13 @@ const std::vector<std::string> kRequired = {
 template <typename Visitor>
 void visit_pattern_keys(const std::string& prefix, train::PatternSection& p, Visitor&& v) {
   const auto name = [&](const char* key) { return prefix + key; };
-  v.choice(name("pattern"), p.pattern, kPatterns);
+  v.choice(name("pattern"), p.pattern, pattern::kPatternWords);
   v.key(name("p_vertical"), p.options.p_vertical);
   v.key(name("p_slash"), p.options.p_slash);
   v.key(name("last_q"), p.options.last_q);
-  v.choice(name("window"), p.options.window, kWindows);
-  v.choice(name("slash_pooling"), p.options.slash_pooling, kPoolings);
-  v.choice(name("selection"), p.options.selection, kSelections);
+  v.choice(name("window"), p.options.window, pattern::kWindowWords);
+  v.choice(name("slash_pooling"), p.options.slash_pooling, pattern::kPoolingWords);
+  v.choice(name("selection"), p.options.selection, pattern::kSelectionWords);
   v.key(name("sink_tokens"), p.options.sink_tokens);
   v.key(name("local_blocks"), p.options.local_blocks);
   v.key(name("max_columns"), p.options.max_columns);
@@ -105,7 +72,7 @@ void visit_pattern_keys(const std::string& prefix, train::PatternSection& p, Vis
   v.key(name("moba_top_k"), p.moba.top_k);
 }
 
-/// The one list of keys. A visitor has key(name, field), choice(name, field, names) and pair(name, first, second).
+/// The one list of keys. A visitor has key(name, field), choice(name, field, words) and pair(name, first, second).
 template <typename Visitor>
 void visit_keys(train::RunConfig& c, Visitor&& v) {
   v.key("model.init_from", c.init_from);
@@ -150,16 +117,17 @@ void visit_keys(train::RunConfig& c, Visitor&& v) {
   visit_pattern_keys("attention.", c.attention, v);
   v.layers("attention.layers", c.attention);
   v.key("attention.dense_steps", c.attention.dense_steps);
-  v.choice("attention.layout", c.attention.layout, kLayouts);
+  v.choice("attention.layout", c.attention.layout, layout::kLayoutWords);
   v.key("attention.stripe", c.attention.stripe);
-  v.choice("attention.ring", c.attention.ring, kRings);
-  v.choice("attention.inner", c.attention.inner, kInners);
+  v.choice("attention.ring", c.attention.ring, ring::kRingWords);
+  v.choice("attention.inner", c.attention.inner, ring::kInnerWords);
   v.key("attention.ring_stride", c.attention.ring_stride);
   v.key("attention.prefetch_steps", c.attention.prefetch_steps);
   v.key("attention.launch_shards", c.attention.launch_shards);
-  v.choice("attention.columns", c.attention.columns, kColumns);
-  v.choice("attention.gradient_transport", c.attention.gradient_transport, kTransports);
-  v.choice("attention.transfers", c.attention.transfers, kTransfers);
+  v.choice("attention.columns", c.attention.columns, attention::kColumnWords);
+  v.choice("attention.gradient_transport", c.attention.gradient_transport,
+           attention::kGradientTransportWords);
+  v.choice("attention.transfers", c.attention.transfers, attention::kTransferWords);
   v.key("attention.deterministic", c.attention.deterministic);
   v.key("attention.sm_margin", c.attention.sm_margin);
   v.choice("train.device", c.train.device, kDevices);
@@ -183,7 +151,7 @@ void visit_keys(train::RunConfig& c, Visitor&& v) {
   v.key("optim.eps", c.optim.adamw.eps);
   v.key("optim.weight_decay", c.optim.adamw.weight_decay);
   v.key("optim.clip_norm", c.optim.clip_norm);
-  v.choice("optim.schedule", c.optim.schedule.kind, kSchedules);
+  v.choice("optim.schedule", c.optim.schedule.kind, optim::kScheduleWords);
   v.key("optim.warmup_steps", c.optim.schedule.warmup_steps);
   v.key("optim.min_lr_ratio", c.optim.schedule.min_lr_ratio);
   v.choice("optim.grad_dtype", c.optim.grad_dtype, kDtypes);
@@ -274,8 +242,8 @@ class KeyNames {
   void key(const std::string& name, T&) {
     names.emplace_back(name);
   }
-  template <typename T>
-  void choice(const std::string& name, T&, const Names<T>&) {
+  template <typename T, size_t kCount>
+  void choice(const std::string& name, T&, const Word<T> (&)[kCount]) {
     names.emplace_back(name);
   }
   void pair(const std::string& name, double&, double&) { names.emplace_back(name); }
@@ -364,24 +332,13 @@ class Reader {
       return true;
     });
   }
-  template <typename T>
-  void choice(const std::string& name, T& field, const Names<T>& names) {
-    std::string expected;
-    for (size_t i = 0; i < names.size(); ++i) {
-      expected += concat(i == 0                  ? ""
-                         : i + 1 == names.size() ? " or "
-                                                 : ", ",
-                         '"', names[i].first, '"');
-    }
-    with(name, expected, [&](const toml::node& node) {
+  template <typename T, size_t kCount>
+  void choice(const std::string& name, T& field, const Word<T> (&words)[kCount]) {
+    with(name, listed(words, ", ", " or ", "\""), [&](const toml::node& node) {
       const auto text = node.value_exact<std::string>();
-      for (const auto& [known, value] : names) {
-        if (text && *text == known) {
-          field = value;
-          return true;
-        }
-      }
-      return false;
+      const auto value = text ? value_of(words, *text) : std::nullopt;
+      if (value) field = *value;
+      return value.has_value();
     });
   }
   void pair(const std::string& name, double& first, double& second) {
@@ -498,11 +455,9 @@ class Writer {
     }
     line(name, text.empty() ? "[]" : concat('[', text, " ]"));
   }
-  template <typename T>
-  void choice(const std::string& name, const T& field, const Names<T>& names) {
-    for (const auto& [known, value] : names) {
-      if (value == field) key(name, std::string(known));
-    }
+  template <typename T, size_t kCount>
+  void choice(const std::string& name, const T& field, const Word<T> (&words)[kCount]) {
+    key(name, std::string(word_of(words, field)));
   }
   void pair(const std::string& name, double first, double second) {
     line(name, concat("[ ", number_text(first), ", ", number_text(second), " ]"));

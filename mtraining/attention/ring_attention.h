@@ -17,6 +17,7 @@
 #include <string_view>
 #include <vector>
 
+#include "mtraining/base/words.h"
 #include "mtraining/comm/transport.h"
 #include "mtraining/index/index.h"
 #include "mtraining/layout/layout.h"
@@ -25,11 +26,17 @@
 
 namespace mtraining::attention {
 
-enum class ColumnMode { kOnce, kPerStep };             // columns = "once" | "per_step"
-enum class GradientTransport { kFloat32, kBFloat16 };  // gradient_transport = "fp32" | "bf16"
-/// transfers = "collectives" | "peer_copies": what moves K, V, columns and gradients between the ranks of a node: the transport's own
-/// collectives (NCCL on GPUs), or copies between the GPUs of a host by their copy engines, which need no multiprocessors.
+enum class ColumnMode { kOnce, kPerStep };
+inline constexpr Word<ColumnMode> kColumnWords[] = {{"once", ColumnMode::kOnce},
+                                                    {"per_step", ColumnMode::kPerStep}};
+enum class GradientTransport { kFloat32, kBFloat16 };
+inline constexpr Word<GradientTransport> kGradientTransportWords[] = {
+    {"fp32", GradientTransport::kFloat32}, {"bf16", GradientTransport::kBFloat16}};
+/// What moves K, V, columns and gradients between the ranks of a node: the transport's own collectives (NCCL on GPUs), or copies between
+/// the GPUs of a host by their copy engines, which need no multiprocessors.
 enum class Transfers { kCollectives, kPeerCopies };
+inline constexpr Word<Transfers> kTransferWords[] = {{"collectives", Transfers::kCollectives},
+                                                     {"peer_copies", Transfers::kPeerCopies}};
 
 struct RingOptions {
   /// seq_len, cp_size, kind, stripe; `nodes` is set by RingContext from ring and topology.

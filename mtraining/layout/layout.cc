@@ -7,8 +7,6 @@
 namespace mtraining::layout {
 namespace {
 
-constexpr std::string_view kKnownKinds = "contiguous, zigzag, striped, block_striped";
-
 /// Length that the padded sequence is a multiple of.
 int64_t padding_multiple(const LayoutOptions& options) {
   const int64_t cp_size = options.cp_size;
@@ -28,27 +26,13 @@ int64_t padding_multiple(const LayoutOptions& options) {
 }  // namespace
 
 LayoutKind parse_layout_kind(std::string_view name) {
-  if (name == "contiguous") return LayoutKind::kContiguous;
-  if (name == "zigzag") return LayoutKind::kZigzag;
-  if (name == "striped") return LayoutKind::kStriped;
-  if (name == "block_striped") return LayoutKind::kBlockStriped;
-  throw InvalidArgument(concat("layout: expected one of ", kKnownKinds, ", got '", name, "'"));
+  const auto kind = value_of(kLayoutWords, name);
+  MT_CHECK_ARG(kind, "layout: expected one of ", listed(kLayoutWords, ", ", ", "), ", got '", name,
+               "'");
+  return *kind;
 }
 
-std::string_view to_string(LayoutKind kind) {
-  switch (kind) {
-    case LayoutKind::kContiguous:
-      return "contiguous";
-    case LayoutKind::kZigzag:
-      return "zigzag";
-    case LayoutKind::kStriped:
-      return "striped";
-    case LayoutKind::kBlockStriped:
-      return "block_striped";
-  }
-  MT_ASSERT(false, "layout kind ", static_cast<int>(kind));
-  return {};
-}
+std::string_view to_string(LayoutKind kind) { return word_of(kLayoutWords, kind); }
 
 Layout::Layout(const LayoutOptions& options) : options_(options) {
   const auto where = concat(" (layout ", to_string(options.kind), ", seq_len ", options.seq_len,

@@ -16,15 +16,20 @@
 #include <string_view>
 #include <vector>
 
+#include "mtraining/base/words.h"
+
 namespace mtraining::layout {
 
 /// Tokens of one unit of the mask.
 inline constexpr int64_t kBlock = 64;
 
 enum class LayoutKind { kContiguous, kZigzag, kStriped, kBlockStriped };
+inline constexpr Word<LayoutKind> kLayoutWords[] = {{"contiguous", LayoutKind::kContiguous},
+                                                    {"zigzag", LayoutKind::kZigzag},
+                                                    {"striped", LayoutKind::kStriped},
+                                                    {"block_striped", LayoutKind::kBlockStriped}};
 
-/// "contiguous" | "zigzag" | "striped" | "block_striped". Errors: InvalidArgument names the known
-/// kinds.
+/// Errors: InvalidArgument names the known kinds.
 LayoutKind parse_layout_kind(std::string_view name);
 std::string_view to_string(LayoutKind kind);
 

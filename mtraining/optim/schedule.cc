@@ -8,24 +8,13 @@
 namespace mtraining::optim {
 
 ScheduleKind parse_schedule_kind(std::string_view name) {
-  for (const auto kind : {ScheduleKind::kConstant, ScheduleKind::kCosine, ScheduleKind::kLinear}) {
-    if (name == to_string(kind)) return kind;
-  }
-  throw InvalidArgument(concat(
-      "optim.schedule: expected \"constant\", \"cosine\" or \"linear\", got \"", name, "\""));
+  const auto kind = value_of(kScheduleWords, name);
+  MT_CHECK_ARG(kind, "optim.schedule: expected ", listed(kScheduleWords, ", ", " or ", "\""),
+               ", got \"", name, "\"");
+  return *kind;
 }
 
-std::string_view to_string(ScheduleKind kind) {
-  switch (kind) {
-    case ScheduleKind::kConstant:
-      return "constant";
-    case ScheduleKind::kCosine:
-      return "cosine";
-    case ScheduleKind::kLinear:
-      return "linear";
-  }
-  MT_ASSERT(false, "schedule ", static_cast<int>(kind));
-}
+std::string_view to_string(ScheduleKind kind) { return word_of(kScheduleWords, kind); }
 
 void check(const ScheduleOptions& options) {
   MT_CHECK_ARG(options.lr >= 0 && std::isfinite(options.lr),

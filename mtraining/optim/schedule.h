@@ -6,10 +6,15 @@
 #include <cstdint>
 #include <string_view>
 
+#include "mtraining/base/words.h"
+
 namespace mtraining::optim {
 
 enum class ScheduleKind { kConstant, kCosine, kLinear };
-/// "constant" | "cosine" | "linear". Errors: InvalidArgument.
+inline constexpr Word<ScheduleKind> kScheduleWords[] = {{"constant", ScheduleKind::kConstant},
+                                                        {"cosine", ScheduleKind::kCosine},
+                                                        {"linear", ScheduleKind::kLinear}};
+/// Errors: InvalidArgument names the known kinds.
 ScheduleKind parse_schedule_kind(std::string_view name);
 std::string_view to_string(ScheduleKind kind);
 

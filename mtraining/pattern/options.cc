@@ -1,22 +1,8 @@
-#include <array>
-#include <utility>
-
 #include "mtraining/base/check.h"
 #include "mtraining/pattern/pattern.h"
 
 namespace mtraining::pattern {
 namespace {
-
-template <typename Value, size_t kCount>
-Value parse(std::string_view key, std::string_view name,
-            const std::array<std::pair<std::string_view, Value>, kCount>& known) {
-  std::string names;
-  for (const auto& [text, value] : known) {
-    if (text == name) return value;
-    names += concat(names.empty() ? "" : " | ", text);
-  }
-  throw InvalidArgument(concat(key, ": expected ", names, ", got \"", name, "\""));
-}
 
 void check_share(const char* key, double value) {
   MT_CHECK_ARG(value >= 0 && value <= 1, key, ": expected a number in [0, 1], got ", value);
@@ -26,40 +12,25 @@ void check_at_least(const char* key, int64_t value, int64_t least) {
   MT_CHECK_ARG(value >= least, key, ": expected at least ", least, ", got ", value);
 }
 
-}  // namespace
-
-std::string_view to_string(PatternKind kind) {
-  switch (kind) {
-    case PatternKind::kDense:
-      return "dense";
-    case PatternKind::kVerticalSlash:
-      return "vertical_slash";
-    case PatternKind::kFixed:
-      return "fixed";
-    case PatternKind::kXAttention:
-      return "xattention";
-    case PatternKind::kMoba:
-      return "moba";
-  }
-  MT_ASSERT(false, "pattern ", static_cast<int>(kind));
+/// A sequence has fewer positions than that; sums with forced ones stay far from 2^63.
+void check_cap(const char* key, int64_t value) {
+  check_at_least(key, value, 0);
+  MT_CHECK_ARG(value < int64_t{1} << 31, key, ": expected a number below 2^31, got ", value);
 }
 
+}  // namespace
+
+std::string_view to_string(PatternKind kind) { return word_of(kPatternWords, kind); }
+
 SlashPooling parse_slash_pooling(std::string_view name) {
-  return parse<SlashPooling, 3>("slash_pooling", name,
-                                {{{"block", SlashPooling::kBlock},
-                                  {"paper", SlashPooling::kPaper},
-                                  {"token", SlashPooling::kToken}}});
+  return parse_word("slash_pooling", name, kPoolingWords);
 }
 
 Selection parse_selection(std::string_view name) {
-  return parse<Selection, 2>("selection", name,
-                             {{{"head", Selection::kHead}, {"kv_group", Selection::kKvGroup}}});
+  return parse_word("selection", name, kSelectionWords);
 }
 
-Window parse_window(std::string_view name) {
-  return parse<Window, 2>("window", name,
-                          {{{"last", Window::kLast}, {"strided", Window::kStrided}}});
-}
+Window parse_window(std::string_view name) { return parse_word("window", name, kWindowWords); }
 
 void check(const VerticalSlashOptions& options) {
   check_share("p_vertical", options.p_vertical);
@@ -69,8 +40,8 @@ void check(const VerticalSlashOptions& options) {
                kMaxObservationRows, ", got ", options.last_q);
   check_at_least("sink_tokens", options.sink_tokens, 0);
   check_at_least("local_blocks", options.local_blocks, 1);
-  if (options.max_columns) check_at_least("max_columns", *options.max_columns, 0);
-  if (options.max_diagonals) check_at_least("max_diagonals", *options.max_diagonals, 0);
+  if (options.max_columns) check_cap("max_columns", *options.max_columns);
+  if (options.max_diagonals) check_cap("max_diagonals", *options.max_diagonals);
   MT_CHECK_ARG(options.dense_threshold > 0,
                "dense_threshold: expected a number above 0 (1: off), got ",
                options.dense_threshold);
@@ -81,8 +52,8 @@ void check(const VerticalSlashOptions& options) {
 }
 
 void check(const FixedBudgets& budgets) {
-  check_at_least("fixed_columns", budgets.columns, 0);
-  check_at_least("fixed_diagonals", budgets.diagonals, 0);
+  check_cap("fixed_columns", budgets.columns);
+  check_cap("fixed_diagonals", budgets.diagonals);
 }
 
 void check(const XAttentionOptions& options) {

@@ -13,6 +13,7 @@
 #include <string_view>
 #include <vector>
 
+#include "mtraining/base/words.h"
 #include "mtraining/comm/transport.h"
 #include "mtraining/index/index.h"
 #include "mtraining/kernels/params.h"
@@ -24,15 +25,28 @@ namespace mtraining::pattern {
 inline constexpr int64_t kMaxObservationRows = 4096;
 
 enum class PatternKind { kDense, kVerticalSlash, kFixed, kXAttention, kMoba };
-/// The name in a configuration.
+inline constexpr Word<PatternKind> kPatternWords[] = {
+    {"dense", PatternKind::kDense},
+    {"vertical_slash", PatternKind::kVerticalSlash},
+    {"fixed", PatternKind::kFixed},
+    {"xattention", PatternKind::kXAttention},
+    {"moba", PatternKind::kMoba}};
 std::string_view to_string(PatternKind kind);
 enum class SlashPooling { kBlock, kPaper, kToken };
+inline constexpr Word<SlashPooling> kPoolingWords[] = {{"block", SlashPooling::kBlock},
+                                                       {"paper", SlashPooling::kPaper},
+                                                       {"token", SlashPooling::kToken}};
 enum class Selection { kHead, kKvGroup };
+inline constexpr Word<Selection> kSelectionWords[] = {{"head", Selection::kHead},
+                                                      {"kv_group", Selection::kKvGroup}};
 enum class Window { kLast, kStrided };
+inline constexpr Word<Window> kWindowWords[] = {{"last", Window::kLast},
+                                                {"strided", Window::kStrided}};
 
-SlashPooling parse_slash_pooling(std::string_view name);  // "block" | "paper" | "token"
-Selection parse_selection(std::string_view name);         // "head" | "kv_group"
-Window parse_window(std::string_view name);               // "last" | "strided"
+/// Errors: InvalidArgument names the known ones.
+SlashPooling parse_slash_pooling(std::string_view name);
+Selection parse_selection(std::string_view name);
+Window parse_window(std::string_view name);
 
 /// Keys of [attention] that belong to the pattern, with their defaults. sink_tokens and local_blocks are
 /// ours, not the paper's.

@@ -480,24 +480,20 @@ int chosen_launch_shards(RingKind ring, const topology::Topology& topology, bool
 }
 
 RingKind parse_ring_kind(std::string_view name) {
-  if (name == "flat") return RingKind::kFlat;
-  if (name == "hierarchical") return RingKind::kHierarchical;
-  throw InvalidArgument(concat("ring: expected flat or hierarchical, got '", name, "'"));
+  const auto kind = value_of(kRingWords, name);
+  MT_CHECK_ARG(kind, "ring: expected ", listed(kRingWords, ", ", " or "), ", got '", name, "'");
+  return *kind;
 }
 
 InnerKind parse_inner_kind(std::string_view name) {
-  if (name == "gather") return InnerKind::kGather;
-  if (name == "ring") return InnerKind::kRing;
-  throw InvalidArgument(concat("inner: expected gather or ring, got '", name, "'"));
+  const auto kind = value_of(kInnerWords, name);
+  MT_CHECK_ARG(kind, "inner: expected ", listed(kInnerWords, ", ", " or "), ", got '", name, "'");
+  return *kind;
 }
 
-std::string_view to_string(RingKind kind) {
-  return kind == RingKind::kFlat ? "flat" : "hierarchical";
-}
+std::string_view to_string(RingKind kind) { return word_of(kRingWords, kind); }
 
-std::string_view to_string(InnerKind kind) {
-  return kind == InnerKind::kGather ? "gather" : "ring";
-}
+std::string_view to_string(InnerKind kind) { return word_of(kInnerWords, kind); }
 
 std::string_view to_string(Channel channel) {
   switch (channel) {

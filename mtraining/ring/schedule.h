@@ -23,15 +23,21 @@
 #include <string_view>
 #include <vector>
 
+#include "mtraining/base/words.h"
 #include "mtraining/topology/topology.h"
 
 namespace mtraining::ring {
 
 enum class RingKind { kFlat, kHierarchical };
 enum class InnerKind { kGather, kRing };
+inline constexpr Word<RingKind> kRingWords[] = {{"flat", RingKind::kFlat},
+                                                {"hierarchical", RingKind::kHierarchical}};
+inline constexpr Word<InnerKind> kInnerWords[] = {{"gather", InnerKind::kGather},
+                                                  {"ring", InnerKind::kRing}};
 
-RingKind parse_ring_kind(std::string_view name);    // "flat" | "hierarchical"
-InnerKind parse_inner_kind(std::string_view name);  // "gather" | "ring"
+/// Errors: InvalidArgument names the known kinds.
+RingKind parse_ring_kind(std::string_view name);
+InnerKind parse_inner_kind(std::string_view name);
 std::string_view to_string(RingKind kind);
 std::string_view to_string(InnerKind kind);
 

@@ -16,15 +16,6 @@
 namespace mtraining::torch_ops {
 namespace {
 
-template <typename Value>
-Value parse_one_of(const char* key, const std::string& name, const char* first_name, Value first,
-                   const char* second_name, Value second) {
-  if (name == first_name) return first;
-  MT_CHECK_ARG(name == second_name, key, ": expected ", first_name, " | ", second_name, ", got \"",
-               name, "\"");
-  return second;
-}
-
 attention::RingOptions ring_options(const RingShape& shape) {
   const auto cp_size = static_cast<int>(shape.members.size());
   attention::RingOptions options;
@@ -40,11 +31,9 @@ attention::RingOptions ring_options(const RingShape& shape) {
   options.inner = ring::parse_inner_kind(shape.inner);
   options.ring_stride = static_cast<int>(shape.ring_stride);
   options.prefetch_steps = static_cast<int>(shape.prefetch_steps);
-  options.columns = parse_one_of("columns", shape.columns, "once", attention::ColumnMode::kOnce,
-                                 "per_step", attention::ColumnMode::kPerStep);
-  options.gradient_transport = parse_one_of("gradient_transport", shape.gradient_transport, "fp32",
-                                            attention::GradientTransport::kFloat32, "bf16",
-                                            attention::GradientTransport::kBFloat16);
+  options.columns = parse_word("columns", shape.columns, attention::kColumnWords);
+  options.gradient_transport = parse_word("gradient_transport", shape.gradient_transport,
+                                          attention::kGradientTransportWords);
   options.deterministic = shape.deterministic;
   return options;
 }

@@ -24,18 +24,6 @@ std::string as_text(const std::optional<int64_t>& value) {
   return value ? as_text(*value) : "none";
 }
 
-const char* name_of(pattern::SlashPooling pooling) {
-  switch (pooling) {
-    case pattern::SlashPooling::kBlock:
-      return "block";
-    case pattern::SlashPooling::kPaper:
-      return "paper";
-    case pattern::SlashPooling::kToken:
-      return "token";
-  }
-  return "unknown";
-}
-
 class Digest {
  public:
   void add(const void* data, size_t bytes) {
@@ -98,9 +86,9 @@ std::vector<AgreedValue> call_values(const at::Tensor& q, const at::Tensor& k,
   add("p_vertical", shown.p_vertical);
   add("p_slash", shown.p_slash);
   add("last_q", shown.last_q);
-  add("window", shown.window == pattern::Window::kLast ? "last" : "strided");
-  add("slash_pooling", name_of(shown.slash_pooling));
-  add("selection", shown.selection == pattern::Selection::kHead ? "head" : "kv_group");
+  add("window", word_of(pattern::kWindowWords, shown.window));
+  add("slash_pooling", word_of(pattern::kPoolingWords, shown.slash_pooling));
+  add("selection", word_of(pattern::kSelectionWords, shown.selection));
   add("sink_tokens", shown.sink_tokens);
   add("local_blocks", shown.local_blocks);
   add("max_columns", shown.max_columns);
