@@ -20,18 +20,10 @@
 #include "mtraining/base/check.h"
 #include "mtraining/checkpoint/safetensors.h"
 #include "mtraining/index/step_pairs.h"
+#include "mtraining/testing/error_of.h"
 
 namespace mtraining::bench {
 namespace {
-
-std::string error_of(const std::function<void()>& body) {
-  try {
-    body();
-  } catch (const Error& error) {
-    return error.what();
-  }
-  return "";
-}
 
 AttentionRow some_row() {
   AttentionRow row;
@@ -92,11 +84,11 @@ TEST(Rows, RatioIsTakenRepeatByRepeat) {
 
 TEST(Rows, RatioIsRefusedWhereTheWorkDiffers) {
   const AttentionRow row = some_row();
-  EXPECT_EQ(error_of([&] { ratio(row, row); }), "");
+  EXPECT_EQ(testing::error_of([&] { ratio(row, row); }), "");
   const auto refused = [&](const char* what, auto change) {
     AttentionRow other = row;
     change(other.workload);
-    const std::string error = error_of([&] { ratio(row, other); });
+    const std::string error = testing::error_of([&] { ratio(row, other); });
     EXPECT_NE(error.find(what), std::string::npos) << error;
   };
   refused("mask", [](Workload& w) { w.mask = "full"; });
@@ -112,7 +104,7 @@ TEST(Rows, RatioIsRefusedWhereTheWorkDiffers) {
   AttentionRow fewer = row;
   fewer.forward.wall_ms.pop_back();
   fewer.backward.wall_ms.pop_back();
-  EXPECT_NE(error_of([&] { ratio(row, fewer); }).find("repeats"), std::string::npos);
+  EXPECT_NE(testing::error_of([&] { ratio(row, fewer); }).find("repeats"), std::string::npos);
 }
 
 TEST(AttentionCase, DensityIsWhatWasAskedFor) {
@@ -195,9 +187,10 @@ TEST(AttentionBench, PeerAndCasesTakeTurnsAndARanksShareHasNoRatio) {
   }
   EXPECT_EQ(rows[2].pairs, total_pairs(cases[1].index));
   options.place.cp_size = 2;
-  EXPECT_NE(
-      error_of([&] { bench_attention(options, inputs, cases, {}); }).find("not the same work"),
-      std::string::npos);
+  EXPECT_NE(testing::error_of([&] {
+              bench_attention(options, inputs, cases, {});
+            }).find("not the same work"),
+            std::string::npos);
   options.peer = false;
   const auto share = bench_attention(options, inputs, cases, {});
   EXPECT_FALSE(share[0].more.contains("ratio_to_dense_sdpa"));

@@ -11,7 +11,7 @@
 #include "mtraining/base/check.h"
 #include "mtraining/base/parallel.h"
 #include "mtraining/comm/loopback.h"
-#include "mtraining/train/tiny_run.h"
+#include "mtraining/train/tiny_run_case.h"
 
 namespace mtraining::cli {
 namespace {
@@ -130,7 +130,7 @@ sim::RunShape cpu_shape(const train::RunConfig& config, const train::ResolvedRun
 
 /// What a layer more adds to the peak is what it keeps, its parameters and their state.
 TEST(Plan, ALayerKeepsWhatWasPlanned) {
-  const train::TinyData data("plan_layer");
+  const train::TinyData data;
   struct Mode {
     train::Recompute recompute;
     int64_t tile;
@@ -168,7 +168,7 @@ TEST(Plan, ALayerKeepsWhatWasPlanned) {
 }
 
 TEST(Plan, TensorsOfAStepTakeWhatWasPlanned) {
-  const train::TinyData data("plan_memory");
+  const train::TinyData data;
   for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16}) {
     for (const train::Recompute mode :
          {train::Recompute::kNone, train::Recompute::kLayer, train::Recompute::kExceptAttention}) {
@@ -206,7 +206,7 @@ TEST(Plan, TensorsOfAStepTakeWhatWasPlanned) {
 }
 
 TEST(Plan, BytesOfAStepAreThoseThatWereSent) {
-  const train::TinyData data("plan_bytes");
+  const train::TinyData data;
   for (const train::Recompute mode : {train::Recompute::kNone, train::Recompute::kLayer}) {
     for (const int zero : {0, 2}) {
       for (const int ranks_per_node : {2, 4}) {

@@ -1,7 +1,6 @@
 #include "cli/simulate.h"
 
 #include <gtest/gtest.h>
-#include <unistd.h>
 
 #include <filesystem>
 #include <fstream>
@@ -12,6 +11,8 @@
 #include "mtraining/base/check.h"
 #include "mtraining/sim/pattern_shapes.h"
 #include "mtraining/sim/traffic_bytes.h"
+#include "mtraining/testing/error_of.h"
+#include "mtraining/testing/scratch_folder.h"
 
 namespace mtraining::cli {
 namespace {
@@ -22,40 +23,26 @@ std::string run(std::vector<std::string> arguments) {
   arguments.insert(arguments.begin(), "simulate");
   std::vector<char*> argv;
   for (std::string& argument : arguments) argv.push_back(argument.data());
-  testing::internal::CaptureStdout();
+  ::testing::internal::CaptureStdout();
   int code = -1;
   try {
     code = run_simulate(static_cast<int>(argv.size()), argv.data());
   } catch (...) {
-    const std::string printed = testing::internal::GetCapturedStdout();
+    const std::string printed = ::testing::internal::GetCapturedStdout();
     EXPECT_EQ(printed, "") << "nothing is printed before a mistake of the user is found";
     throw;
   }
   EXPECT_EQ(code, 0);
-  return testing::internal::GetCapturedStdout();
+  return ::testing::internal::GetCapturedStdout();
 }
 
 std::string error_of(const std::vector<std::string>& arguments) {
-  try {
-    run(arguments);
-  } catch (const Error& error) {
-    return error.what();
-  }
-  return "";
+  return testing::error_of([&] { run(arguments); });
 }
 
 /// A folder that goes with the test.
-class Simulate : public testing::Test {
+class Simulate : public ::testing::Test {
  protected:
-  void SetUp() override {
-    folder_ =
-        std::filesystem::temp_directory_path() /
-        concat("mtraining_simulate_", testing::UnitTest::GetInstance()->random_seed(), "_",
-               testing::UnitTest::GetInstance()->current_test_info()->name(), "_", ::getpid());
-    std::filesystem::create_directories(folder_);
-  }
-  void TearDown() override { std::filesystem::remove_all(folder_); }
-
   std::string pattern_file(std::string_view shape, int64_t seq_len) {
     const sim::OffsetPattern pattern = sim::make_pattern(shape, seq_len, 16);
     Json heads = Json::array();
@@ -71,7 +58,7 @@ class Simulate : public testing::Test {
     return path.string();
   }
 
-  std::filesystem::path folder_;
+  testing::ScratchFolder folder_;
 };
 
 const std::vector<std::string> kPaper = {"--topology",   "4x8",  "--t-comp-ms",  ".51",

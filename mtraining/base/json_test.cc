@@ -6,17 +6,13 @@
 #include <nlohmann/json.hpp>
 
 #include "mtraining/base/check.h"
+#include "mtraining/testing/error_of.h"
 
 namespace mtraining {
 namespace {
 
 std::string error_of(std::string_view text) {
-  try {
-    parse_json(text, "here", 100, 4);
-  } catch (const InvalidArgument& error) {
-    return error.what();
-  }
-  return "";
+  return testing::error_of<InvalidArgument>([&] { parse_json(text, "here", 100, 4); });
 }
 
 TEST(Json, AKeyMayStandInTwoObjectsButNotTwiceInOne) {

@@ -6,13 +6,18 @@
 
 #include "mtraining/checkpoint/disk.h"
 #include "mtraining/checkpoint/publication.h"
-#include "mtraining/checkpoint/scratch_folder.h"
 #include "mtraining/checkpoint/training_state.h"
 #include "mtraining/comm/c10d.h"
+#include "mtraining/testing/error_of.h"
 #include "mtraining/testing/process_ranks.h"
+#include "mtraining/testing/scratch_folder.h"
 
 namespace mtraining::checkpoint {
 namespace {
+
+using testing::error_of;
+using testing::memory_folder;
+using testing::ScratchFolder;
 
 namespace fs = std::filesystem;
 

@@ -14,13 +14,20 @@
 #include <set>
 
 #include "mtraining/checkpoint/disk.h"
-#include "mtraining/checkpoint/scratch_folder.h"
 #include "mtraining/checkpoint/training_state.h"
 #include "mtraining/checkpoint/weight_folder.h"
 #include "mtraining/comm/loopback.h"
+#include "mtraining/testing/error_of.h"
+#include "mtraining/testing/scratch_folder.h"
 
 namespace mtraining::checkpoint {
 namespace {
+
+using testing::error_of;
+using testing::get_text;
+using testing::memory_folder;
+using testing::put_text;
+using testing::ScratchFolder;
 
 namespace fs = std::filesystem;
 

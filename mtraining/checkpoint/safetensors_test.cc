@@ -9,10 +9,17 @@
 #include <numeric>
 
 #include "mtraining/base/rng.h"
-#include "mtraining/checkpoint/scratch_folder.h"
+#include "mtraining/testing/error_of.h"
+#include "mtraining/testing/scratch_folder.h"
 
 namespace mtraining::checkpoint {
 namespace {
+
+using testing::error_of;
+using testing::get_text;
+using testing::memory_folder;
+using testing::put_text;
+using testing::ScratchFolder;
 
 constexpr StoredType kAllTypes[] = {StoredType::kF64, StoredType::kF32, StoredType::kBF16,
                                     StoredType::kF16, StoredType::kI64, StoredType::kI32,

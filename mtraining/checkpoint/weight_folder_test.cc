@@ -7,10 +7,16 @@
 #include <iterator>
 #include <nlohmann/json.hpp>
 
-#include "mtraining/checkpoint/scratch_folder.h"
+#include "mtraining/testing/error_of.h"
+#include "mtraining/testing/scratch_folder.h"
 
 namespace mtraining::checkpoint {
 namespace {
+
+using testing::error_of;
+using testing::get_text;
+using testing::put_text;
+using testing::ScratchFolder;
 
 namespace fs = std::filesystem;
 using nlohmann::json;

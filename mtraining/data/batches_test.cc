@@ -2,26 +2,19 @@
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
-#include <unistd.h>
 
 #include <map>
 #include <set>
 #include <tuple>
 
 #include "mtraining/base/check.h"
+#include "mtraining/testing/scratch_folder.h"
 
 namespace mtraining::data {
 namespace {
 
 class BatchesTest : public ::testing::Test {
  protected:
-  void SetUp() override {
-    folder_ = std::filesystem::temp_directory_path() /
-              concat("mt_batches_", ::getpid(), "_",
-                     ::testing::UnitTest::GetInstance()->current_test_info()->name());
-    std::filesystem::create_directories(folder_);
-  }
-  void TearDown() override { std::filesystem::remove_all(folder_); }
   /// Tokens first, first + 1, ..
   std::string counting(const std::string& name, int64_t tokens, int64_t first = 0) const {
     const std::string prefix = (folder_ / name).string();
@@ -40,7 +33,7 @@ class BatchesTest : public ::testing::Test {
     o.shuffle_seed = 5;
     return o;
   }
-  std::filesystem::path folder_;
+  testing::ScratchFolder folder_;
 };
 
 TEST_F(BatchesTest, EveryTokenButTheFirstIsALabelOnceAPass) {

@@ -9,19 +9,14 @@
 
 #include "mtraining/base/check.h"
 #include "mtraining/base/rng.h"
+#include "mtraining/testing/error_of.h"
+#include "mtraining/testing/scratch_folder.h"
 
 namespace mtraining::data {
 namespace {
 
 class TokenFiles : public ::testing::Test {
  protected:
-  void SetUp() override {
-    folder_ = std::filesystem::temp_directory_path() /
-              concat("mt_token_file_", ::getpid(), "_",
-                     ::testing::UnitTest::GetInstance()->current_test_info()->name());
-    std::filesystem::create_directories(folder_);
-  }
-  void TearDown() override { std::filesystem::remove_all(folder_); }
   std::string prefix(const std::string& name = "t") const { return (folder_ / name).string(); }
 
   /// Three sequences in two documents: {0..9}, {10..14}, {} and {15, 16, 17}.
@@ -45,17 +40,8 @@ class TokenFiles : public ::testing::Test {
         .write(content.data(), static_cast<std::streamsize>(content.size()));
   }
 
-  std::filesystem::path folder_;
+  testing::ScratchFolder folder_;
 };
-
-std::string message_of(const std::function<void()>& action) {
-  try {
-    action();
-  } catch (const Error& error) {
-    return error.what();
-  }
-  return "";
-}
 
 template <typename T>
 void poke(std::vector<char>& bytes, size_t offset, T value) {
@@ -138,9 +124,10 @@ TEST_F(TokenFiles, GapsBetweenSequencesAreSkipped) {
 TEST_F(TokenFiles, IdsThatDoNotFitAreRefusedNotWrapped) {
   TokenFileWriter writer(prefix(), TokenType::kUInt16);
   for (const int64_t id : {151643, 128000, -1}) {
-    EXPECT_NE(
-        message_of([&] { writer.add_sequence(std::vector<int64_t>{id}); }).find(std::to_string(id)),
-        std::string::npos);
+    EXPECT_NE(testing::error_of([&] {
+                writer.add_sequence(std::vector<int64_t>{id});
+              }).find(std::to_string(id)),
+              std::string::npos);
   }
   TokenFileWriter wide(prefix("wide"), token_type_for(151936));
   wide.add_sequence(std::vector<int64_t>{151643, 128000});
@@ -154,7 +141,7 @@ TEST_F(TokenFiles, IdsThatDoNotFitAreRefusedNotWrapped) {
 TEST_F(TokenFiles, UInt16WithALargeVocabularyIsRefused) {
   write_small(TokenType::kUInt16);
   EXPECT_NO_THROW(TokenFile(prefix(), 65499));
-  const std::string text = message_of([&] { TokenFile(prefix(), 65500); });
+  const std::string text = testing::error_of([&] { TokenFile(prefix(), 65500); });
   EXPECT_NE(text.find("u16"), std::string::npos) << text;
   EXPECT_NE(text.find("t.idx: offset 17"), std::string::npos) << text;
 }
@@ -163,7 +150,7 @@ TEST_F(TokenFiles, AnIdOutsideTheVocabularyNamesItsOffset) {
   write_small();
   const TokenFile file(prefix(), 17);
   std::vector<int64_t> got(18);
-  const std::string text = message_of([&] { file.read(0, got); });
+  const std::string text = testing::error_of([&] { file.read(0, got); });
   EXPECT_NE(text.find("t.bin: offset 17"), std::string::npos) << text;
 }
 
@@ -227,7 +214,7 @@ TEST_F(TokenFiles, EveryCorruptionIsFoundWhenTheFileIsOpened) {
     c.damage(i, b);
     put(".idx", i);
     put(".bin", b);
-    const std::string text = message_of([&] { TokenFile(prefix(), 256); });
+    const std::string text = testing::error_of([&] { TokenFile(prefix(), 256); });
     EXPECT_NE(text.find(c.expected), std::string::npos) << c.what << ": \"" << text << "\"";
   }
   put(".idx", idx);
@@ -236,10 +223,10 @@ TEST_F(TokenFiles, EveryCorruptionIsFoundWhenTheFileIsOpened) {
 }
 
 TEST_F(TokenFiles, MissingFilesAreNamed) {
-  const std::string text = message_of([&] { TokenFile(prefix("absent"), 256); });
+  const std::string text = testing::error_of([&] { TokenFile(prefix("absent"), 256); });
   EXPECT_NE(text.find("absent.idx"), std::string::npos) << text;
   std::filesystem::create_directories(prefix("folder.idx"));
-  EXPECT_NE(message_of([&] { TokenFile(prefix("folder"), 256); }).find("regular file"),
+  EXPECT_NE(testing::error_of([&] { TokenFile(prefix("folder"), 256); }).find("regular file"),
             std::string::npos);
 }
 

@@ -7,10 +7,12 @@
 #include <string>
 
 #include "mtraining/base/check.h"
-#include "mtraining/eval/scratch_file.h"
+#include "mtraining/testing/scratch_file.h"
 
 namespace mtraining::eval {
 namespace {
+
+using testing::ScratchFile;
 
 const nlohmann::ordered_json kRun = {{"run", "0001"}, {"attention", "dense"}};
 

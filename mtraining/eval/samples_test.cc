@@ -7,10 +7,12 @@
 
 #include "mtraining/base/check.h"
 #include "mtraining/eval/answer.h"
-#include "mtraining/eval/scratch_file.h"
+#include "mtraining/testing/scratch_file.h"
 
 namespace mtraining::eval {
 namespace {
+
+using testing::ScratchFile;
 
 constexpr SampleLimits kLimits{100, 50};
 

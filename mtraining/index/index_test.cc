@@ -9,6 +9,7 @@
 
 #include "mtraining/base/check.h"
 #include "mtraining/index/index_cases.h"
+#include "mtraining/testing/error_of.h"
 
 namespace mtraining::index {
 namespace {
@@ -65,34 +66,31 @@ TEST(MakeIndex, SortsAndRemovesDuplicates) {
 }
 
 TEST(MakeIndex, AValueOutOfRangeIsNamedWithHeadListAndRange) {
-  const auto message = [](auto&& build) -> std::string {
-    try {
-      build();
-    } catch (const InvalidArgument& error) {
-      return error.what();
-    }
-    return "no error";
-  };
-  const std::string diagonal = message([] {
+  const std::string diagonal = testing::error_of<InvalidArgument>([] {
     make_index(2, 2, 300, {{}, {}, {}, {0, 5}}, {{}, {}, {}, {}});
   });
   for (const char* part : {"diagonals", "sample 1", "head 1", "[0, 5)", "got 5"}) {
     EXPECT_NE(diagonal.find(part), std::string::npos) << diagonal;
   }
-  const std::string column = message([] { make_index(1, 2, 300, {{}, {}}, {{300, 2}, {}}); });
+  const std::string column = testing::error_of<InvalidArgument>([] {
+    make_index(1, 2, 300, {{}, {}}, {{300, 2}, {}});
+  });
   for (const char* part : {"columns", "sample 0", "head 0", "[0, 300)", "got 300"}) {
     EXPECT_NE(column.find(part), std::string::npos) << column;
   }
-  EXPECT_NE(message([] {
+  EXPECT_NE(testing::error_of<InvalidArgument>([] {
               make_index(1, 1, 300, {{3, -1}}, {{}});
             }).find("got -1"),
             std::string::npos);
-  EXPECT_NE(message([] {
+  EXPECT_NE(testing::error_of<InvalidArgument>([] {
               make_index(1, 2, 300, {{}}, {{}, {}});
             }).find("2 lists, got 1"),
             std::string::npos);
-  EXPECT_NE(message([] { make_index(1, 1, 0, {{}}, {{}}); }).find("seq_len"), std::string::npos);
-  EXPECT_NE(message([] { dense_index(0, 1, 10); }).find("batch"), std::string::npos);
+  EXPECT_NE(
+      testing::error_of<InvalidArgument>([] { make_index(1, 1, 0, {{}}, {{}}); }).find("seq_len"),
+      std::string::npos);
+  EXPECT_NE(testing::error_of<InvalidArgument>([] { dense_index(0, 1, 10); }).find("batch"),
+            std::string::npos);
 }
 
 TEST(MakeLists, EmptyRowsHaveCapacityOne) {
@@ -298,13 +296,10 @@ TEST(ComputedPairs, OfDocumentsAreTheBlocksAndColumnsThatSomeRowOfTheBlockMaySee
 }
 
 TEST(BlockIndex, RefusesListsThatAreNotAscendingOrNotCausal) {
-  const auto said = [](std::vector<int64_t> begin, std::vector<int32_t> blocks) -> std::string {
-    try {
+  const auto said = [](std::vector<int64_t> begin, std::vector<int32_t> blocks) {
+    return testing::error_of<InvalidArgument>([&] {
       make_block_index(1, 1, 130, {std::move(begin), std::move(blocks)});
-    } catch (const InvalidArgument& error) {
-      return error.what();
-    }
-    return "";
+    });
   };
   EXPECT_EQ(said({0, 1, 2, 4}, {0, 1, 0, 2}), "");
   EXPECT_NE(said({0, 1, 2, 4}, {0, 1, 2, 0}).find("query block 2: expected ascending"),

@@ -8,6 +8,7 @@
 
 #include "mtraining/base/check.h"
 #include "mtraining/kernels/validate.h"
+#include "mtraining/testing/error_of.h"
 
 namespace mtraining::kernels {
 namespace {
@@ -16,12 +17,7 @@ constexpr DeviceKind kHost;
 constexpr DeviceKind kHopper{.cuda = true, .major = 9, .minor = 0, .num_sms = 132};
 
 std::string refusal(const Request& request) {
-  try {
-    choose(request);
-  } catch (const Unsupported& e) {
-    return e.what();
-  }
-  return "";
+  return testing::error_of<Unsupported>([&] { choose(request); });
 }
 
 TEST(Dispatch, TheHostTakesEveryTypeAndHeadSizeOfTheContractInBothDirections) {

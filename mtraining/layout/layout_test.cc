@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "mtraining/base/check.h"
+#include "mtraining/testing/error_of.h"
 
 namespace mtraining::layout {
 namespace {
@@ -46,15 +47,6 @@ void sweep(const std::function<void(const Layout&)>& check) {
       }
     }
   }
-}
-
-std::string message_of(const std::function<void()>& call) {
-  try {
-    call();
-  } catch (const Error& error) {
-    return error.what();
-  }
-  return "";
 }
 
 TEST(Layout, EveryPositionHasExactlyOneOwnerAndTheMapsAreInverse) {
@@ -292,13 +284,14 @@ TEST(BlockStriped, OuterStepsSeeTheSameResidueDifferencesOnEveryNode) {
 TEST(Layout, NamesRoundTripAndUnknownOnesListTheKnown) {
   for (LayoutKind kind : kKinds) EXPECT_EQ(parse_layout_kind(to_string(kind)), kind);
   EXPECT_THROW(parse_layout_kind("zig"), InvalidArgument);
-  EXPECT_NE(message_of([] { parse_layout_kind("zig"); }).find("block_striped"), std::string::npos);
+  EXPECT_NE(testing::error_of([] { parse_layout_kind("zig"); }).find("block_striped"),
+            std::string::npos);
 }
 
 TEST(Layout, WrongOptionsAreRefusedByName) {
   const auto fails = [](LayoutOptions options, const char* named) {
     EXPECT_THROW(Layout{options}, InvalidArgument) << named;
-    const std::string message = message_of([&] { Layout{options}; });
+    const std::string message = testing::error_of([&] { Layout{options}; });
     EXPECT_EQ(message.rfind(named, 0), 0u) << message;
   };
   fails({.seq_len = 0, .cp_size = 1}, "seq_len");

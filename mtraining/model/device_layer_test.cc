@@ -14,12 +14,10 @@
 #include <vector>
 
 #include "mtraining/base/check.h"
+#include "mtraining/testing/gpu.h"
 
 namespace mtraining::model {
 namespace {
-
-#define MT_NEEDS_GPU() \
-  if (!at::hasCUDA() || c10::cuda::device_count() == 0) GTEST_SKIP() << "needs a CUDA device"
 
 DecoderConfig config_of(const std::string& family, at::ScalarType dtype) {
   DecoderConfig c;
@@ -174,8 +172,7 @@ OneLayer one_layer(const DecoderConfig& c) {
 }
 
 /// Of h and of every tensor of the first layer, by autograd.
-std::vector<at::Tensor> layer_gradients(const Decoder& decoder) {
-  OneLayer one = one_layer(decoder.config());
+std::vector<at::Tensor> layer_gradients(const Decoder& decoder, OneLayer one) {
   one.h.set_requires_grad(true);
   const LayerParameters& l = decoder.parameters().layers[0];
   const at::Tensor out = decoder.layer(0, l, one.h, one.rope, attend);
@@ -183,6 +180,32 @@ std::vector<at::Tensor> layer_gradients(const Decoder& decoder) {
   std::vector<at::Tensor> inputs = l.tensors();
   inputs.insert(inputs.begin(), one.h);
   return torch::autograd::grad({out}, inputs, {one.up});
+}
+std::vector<at::Tensor> layer_gradients(const Decoder& decoder) {
+  return layer_gradients(decoder, one_layer(decoder.config()));
+}
+
+// Two samples that are the same and have opposite gradients, each in runs of its own: what one adds to a weight's gradient the other takes
+// away, and nothing is left but the rounding of float32. A product that was rounded to bf16 on its way, be it one, leaves its rounding.
+TEST(DeviceLayer, RunsThatCancelLeaveNothing) {
+  MT_NEEDS_GPU();
+  DecoderConfig config = config_of("qwen2", at::kBFloat16);
+  for (const int64_t tile : {50, 25, 10}) {
+    const Decoder decoder(config, parameters_of(config, {at::kCUDA, 0}, config.dtype), tile);
+    const auto gradients = [&](double second) {
+      OneLayer one = one_layer(config);
+      one.h[1].copy_(one.h[0]);
+      one.up[1].copy_(one.up[0] * second);
+      return layer_gradients(decoder, one);
+    };
+    const std::vector<at::Tensor> of_one = gradients(0), of_both = gradients(-1);
+    for (size_t i = 1; i < of_both.size(); ++i) {
+      const double left = of_both[i].to(at::kDouble).norm().item<double>(),
+                   one = of_one[i].to(at::kDouble).norm().item<double>();
+      EXPECT_GT(one, 0) << "tile " << tile << ", parameter " << i;
+      EXPECT_LE(left, 1e-5 * one) << "tile " << tile << ", parameter " << i;
+    }
+  }
 }
 
 /// The attention above in two parts.

@@ -9,6 +9,7 @@
 #include <string>
 
 #include "mtraining/base/check.h"
+#include "mtraining/testing/error_of.h"
 
 namespace mtraining::model {
 namespace {
@@ -37,12 +38,7 @@ double plain(double theta, int64_t head_dim, int64_t d) {
 }
 
 std::string error_of(const RopeParameters& rope, int64_t head_dim = 64) {
-  try {
-    rope_frequencies(rope, head_dim);
-  } catch (const InvalidArgument& error) {
-    return error.what();
-  }
-  return "";
+  return testing::error_of<InvalidArgument>([&] { rope_frequencies(rope, head_dim); });
 }
 
 TEST(RopeScaling, Qwen512KRampRunsOverDimensions23To40) {

@@ -6,18 +6,10 @@
 
 #include "mtraining/base/check.h"
 #include "mtraining/pattern/pattern.h"
+#include "mtraining/testing/error_of.h"
 
 namespace mtraining::pattern {
 namespace {
-
-std::string refusal(const std::function<void()>& call) {
-  try {
-    call();
-  } catch (const InvalidArgument& error) {
-    return error.what();
-  }
-  return "accepted";
-}
 
 TEST(VerticalSlashOptions, NamesParseAndUnknownOnesNameTheKnown) {
   EXPECT_EQ(parse_slash_pooling("block"), SlashPooling::kBlock);
@@ -27,10 +19,12 @@ TEST(VerticalSlashOptions, NamesParseAndUnknownOnesNameTheKnown) {
   EXPECT_EQ(parse_selection("kv_group"), Selection::kKvGroup);
   EXPECT_EQ(parse_window("last"), Window::kLast);
   EXPECT_EQ(parse_window("strided"), Window::kStrided);
-  EXPECT_EQ(refusal([] { parse_slash_pooling("blok"); }),
+  EXPECT_EQ(testing::error_of([] { parse_slash_pooling("blok"); }),
             "slash_pooling: expected block | paper | token, got \"blok\"");
-  EXPECT_EQ(refusal([] { parse_selection(""); }), "selection: expected head | kv_group, got \"\"");
-  EXPECT_EQ(refusal([] { parse_window("Last"); }), "window: expected last | strided, got \"Last\"");
+  EXPECT_EQ(testing::error_of([] { parse_selection(""); }),
+            "selection: expected head | kv_group, got \"\"");
+  EXPECT_EQ(testing::error_of([] { parse_window("Last"); }),
+            "window: expected last | strided, got \"Last\"");
 }
 
 TEST(VerticalSlashOptions, DefaultsAreValidAndEachKeyIsCheckedByName) {
@@ -38,7 +32,7 @@ TEST(VerticalSlashOptions, DefaultsAreValidAndEachKeyIsCheckedByName) {
   const auto refused = [](const std::function<void(VerticalSlashOptions&)>& change) {
     VerticalSlashOptions options;
     change(options);
-    return refusal([&] { check(options); });
+    return testing::error_of([&] { check(options); });
   };
   EXPECT_EQ(refused([](auto& o) { o.p_vertical = 1.01; }),
             "p_vertical: expected a number in [0, 1], got 1.01");

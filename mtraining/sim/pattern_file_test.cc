@@ -8,17 +8,13 @@
 #include "mtraining/base/check.h"
 #include "mtraining/base/rng.h"
 #include "mtraining/sim/pattern_shapes.h"
+#include "mtraining/testing/error_of.h"
 
 namespace mtraining::sim {
 namespace {
 
 std::string error_of(const std::string& text) {
-  try {
-    parse_pattern(text, "p.json");
-  } catch (const InvalidArgument& error) {
-    return error.what();
-  }
-  return "";
+  return testing::error_of<InvalidArgument>([&] { parse_pattern(text, "p.json"); });
 }
 
 std::string with_head(const std::string& head) {

@@ -1,6 +1,6 @@
 // ScratchFolder: a folder of its own for a test, removed at its end.
 //
-// In:   nothing. Out: a path that exists and is empty. Next: the tests of this folder.
+// In:   nothing. Out: a path that exists and is empty. Next: the tests that write files.
 #pragma once
 
 #include <unistd.h>
@@ -13,7 +13,7 @@
 
 #include "mtraining/base/check.h"
 
-namespace mtraining::checkpoint {
+namespace mtraining::testing {
 
 /// A folder in memory where the machine has one: hundreds of flushes to a device take a minute and prove no more.
 inline std::filesystem::path memory_folder() {
@@ -53,15 +53,4 @@ inline std::string get_text(const std::filesystem::path& path) {
   return out.str();
 }
 
-/// what() of the Error that `body` throws; "" where it throws none.
-template <typename Body>
-std::string error_of(const Body& body) {
-  try {
-    body();
-  } catch (const Error& error) {
-    return error.what();
-  }
-  return "";
-}
-
-}  // namespace mtraining::checkpoint
+}  // namespace mtraining::testing

@@ -6,6 +6,7 @@
 #include <set>
 
 #include "mtraining/base/check.h"
+#include "mtraining/testing/error_of.h"
 
 namespace mtraining::topology {
 namespace {
@@ -21,12 +22,7 @@ Rendezvous find(const Environment& environment) {
 }
 
 std::string error_of(const Environment& environment) {
-  try {
-    find(environment);
-  } catch (const InvalidArgument& error) {
-    return error.what();
-  }
-  return "";
+  return testing::error_of<InvalidArgument>([&] { find(environment); });
 }
 
 Environment srun(int rank, const std::string& tasks, const std::string& hosts) {

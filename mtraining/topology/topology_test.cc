@@ -5,6 +5,7 @@
 #include <map>
 
 #include "mtraining/base/check.h"
+#include "mtraining/testing/error_of.h"
 
 namespace mtraining::topology {
 namespace {
@@ -19,12 +20,7 @@ LaunchEnvironment read(const Environment& environment) {
 }
 
 std::string error_of(const Environment& environment) {
-  try {
-    read(environment);
-  } catch (const InvalidArgument& error) {
-    return error.what();
-  }
-  return "";
+  return testing::error_of<InvalidArgument>([&] { read(environment); });
 }
 
 TEST(Topology, RankAndNodeWithLocalRankAreInverse) {

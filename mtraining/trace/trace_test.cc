@@ -1,6 +1,5 @@
 #include <gtest/gtest.h>
 #include <sys/stat.h>
-#include <unistd.h>
 
 #include <cmath>
 #include <fstream>
@@ -9,18 +8,16 @@
 #include <set>
 
 #include "mtraining/base/check.h"
+#include "mtraining/testing/scratch_folder.h"
 #include "mtraining/trace/chrome_trace.h"
 #include "mtraining/trace/metrics.h"
 
 namespace mtraining::trace {
 namespace {
 
-std::filesystem::path scratch(const std::string& name) {
-  return std::filesystem::temp_directory_path() / concat("mt_trace_", ::getpid(), "_", name);
-}
-
 TEST(MetricsFile, EveryLineHasEveryKeyAndUnmeasuredValuesAreNull) {
-  const auto path = scratch("metrics.jsonl");
+  const testing::ScratchFolder folder;
+  const auto path = folder / "metrics.jsonl";
   {
     MetricsFile file(path);
     StepMetrics m;
@@ -66,13 +63,12 @@ TEST(MetricsFile, EveryLineHasEveryKeyAndUnmeasuredValuesAreNull) {
   EXPECT_TRUE(rows[0]["valid_loss"].is_null());
   EXPECT_EQ(rows[1]["loss"], 2.5);
   EXPECT_EQ(rows[1]["valid_loss"], 3.5);
-  std::filesystem::remove(path);
   EXPECT_THROW(MetricsFile("/nonexistent_folder/metrics.jsonl"), ExternalError);
 }
 
 TEST(MetricsFile, WhatIsNoFileOrAnotherFileIsRefused) {
-  const auto path = scratch("other_metrics.jsonl");
-  std::filesystem::remove_all(path);
+  const testing::ScratchFolder folder;
+  const auto path = folder / "metrics.jsonl";
   const auto refused = [&] {
     for (const int64_t keep_to : {0, 3}) EXPECT_THROW(MetricsFile(path, keep_to), ExternalError);
     std::filesystem::remove(path);
@@ -90,7 +86,6 @@ TEST(MetricsFile, WhatIsNoFileOrAnotherFileIsRefused) {
   MetricsFile of_another_run(path);
   EXPECT_THROW(file.write({}), ExternalError);
   of_another_run.write({});
-  std::filesystem::remove(path);
 }
 
 TEST(ChromeTrace, MergedFileHasAProcessARankAndEverySpan) {
@@ -104,7 +99,8 @@ TEST(ChromeTrace, MergedFileHasAProcessARankAndEverySpan) {
     recorder.add({"optimizer", "step", 1500, 1600, 7});
     ranks.push_back(recorder.serialize());
   }
-  const auto path = scratch("trace.json");
+  const testing::ScratchFolder folder;
+  const auto path = folder / "trace.json";
   write_chrome_trace(path, ranks);
   std::ifstream in(path);
   const auto trace = nlohmann::json::parse(in);
@@ -129,7 +125,6 @@ TEST(ChromeTrace, MergedFileHasAProcessARankAndEverySpan) {
   EXPECT_EQ(spans, 15);
   EXPECT_EQ(processes.size(), 3u);
   EXPECT_EQ(names, (std::set<std::string>{"rank 0", "rank 1", "rank 2"}));
-  std::filesystem::remove(path);
   EXPECT_THROW(write_chrome_trace(path, {"not json"}), InvalidArgument);
 }
 

@@ -5,7 +5,7 @@
 #include <cmath>
 #include <set>
 
-#include "mtraining/train/tiny_run.h"
+#include "mtraining/train/tiny_run_case.h"
 
 namespace mtraining::train {
 namespace {
@@ -13,7 +13,7 @@ namespace {
 /// A file of many documents, shorter and longer than a sample of tiny_config, their ends off the block grid mostly.
 class PackedData {
  public:
-  explicit PackedData(const std::string& name) : folder_(name, 100) {
+  PackedData() : folder_(100) {
     const Rng rng(11);
     data::TokenFileWriter writer(prefix(), data::TokenType::kUInt8);
     int64_t at = 0;
@@ -92,7 +92,7 @@ std::pair<double, double> plain_documents(const RunConfig& config, int64_t sampl
 }
 
 TEST(Documents, APackedStepIsTheSumOfItsDocumentsAlone) {
-  const PackedData data("documents_plain");
+  const PackedData data;
   RunConfig config = data.config();
   config.attention.pattern = pattern::PatternKind::kDense;
   config.train.global_batch_size = 2;
@@ -120,7 +120,7 @@ TEST(Documents, APackedStepIsTheSumOfItsDocumentsAlone) {
 }
 
 TEST(Documents, SparseAndReplayedOverEverySplitIsOneRun) {
-  const PackedData data("documents_sparse");
+  const PackedData data;
   RunConfig config = data.config();
   config.train.global_batch_size = 2;
   const TinyResult one = run_tiny(config, 1, 1);
@@ -137,8 +137,8 @@ TEST(Documents, SparseAndReplayedOverEverySplitIsOneRun) {
 }
 
 TEST(Documents, RanksOfAGroupThatReadOtherTokensAllSaySo) {
-  const PackedData data("documents_digest");
-  const TinyData other("documents_other");
+  const PackedData data;
+  const TinyData other;
   RunConfig config = data.config();
   config.data.document_mask = false;
   topology::LaunchEnvironment launch;

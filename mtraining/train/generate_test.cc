@@ -9,16 +9,16 @@
 
 #include "mtraining/base/check.h"
 #include "mtraining/base/parallel.h"
-#include "mtraining/checkpoint/scratch_folder.h"
 #include "mtraining/checkpoint/weights.h"
-#include "mtraining/train/tiny_run.h"
+#include "mtraining/testing/scratch_folder.h"
+#include "mtraining/train/tiny_run_case.h"
 
 namespace mtraining::train {
 namespace {
 
 /// Weights in a folder, and the greedy continuation by the definition: everything read anew for every token.
 struct Case {
-  Case() : data("generate") {
+  Case() {
     at::set_num_threads(1);
     set_num_threads(1);
     config = tiny_config(data);
@@ -70,7 +70,7 @@ struct Case {
     const ResolvedRun resolved = resolve(copy, topology::LaunchEnvironment());
     return std::make_unique<Generator>(copy, resolved);
   }
-  checkpoint::ScratchFolder files{checkpoint::memory_folder()};
+  testing::ScratchFolder files{testing::memory_folder()};
   TinyData data;
   RunConfig config;
   model::DecoderParameters parameters;

@@ -5,7 +5,8 @@
 #include <cmath>
 #include <fstream>
 
-#include "mtraining/train/tiny_run.h"
+#include "mtraining/testing/error_of.h"
+#include "mtraining/train/tiny_run_case.h"
 
 namespace mtraining::train {
 namespace {
@@ -21,16 +22,11 @@ LayerRange range_of(const RunConfig& config, int64_t first, int64_t last) {
 }
 
 std::string said(const RunConfig& config) {
-  try {
-    check_patterns(config);
-  } catch (const Error& error) {
-    return error.what();
-  }
-  return "";
+  return testing::error_of([&] { check_patterns(config); });
 }
 
 TEST(LayerPatterns, RangesReplaceTheSectionWhereTheyAre) {
-  const TinyData data("layers_ranges", 100);
+  const TinyData data(100);
   RunConfig config = tiny_config(data);
   config.model.num_hidden_layers = 6;
   config.attention.layers = {range_of(config, 0, 1), range_of(config, 4, 4)};
@@ -83,7 +79,7 @@ TEST(LayerPatterns, RangesReplaceTheSectionWhereTheyAre) {
 }
 
 TEST(LayerPatterns, ADenseLayerAmongSparseOnesIsCountedAndTrainsTheSameOverRanks) {
-  const TinyData data("layers_mixed");
+  const TinyData data;
   RunConfig config = tiny_config(data);
   config.train.steps = 3;
   config.train.recall_every = 1;
@@ -104,7 +100,7 @@ TEST(LayerPatterns, ADenseLayerAmongSparseOnesIsCountedAndTrainsTheSameOverRanks
 }
 
 TEST(LayerPatterns, HeadsBelowTheRecallFloorGoDenseAndAreCounted) {
-  const TinyData data("layers_floor");
+  const TinyData data;
   RunConfig config = tiny_config(data);
   config.train.steps = 1;
   config.attention.options.recall_floor = 0;
@@ -119,7 +115,7 @@ TEST(LayerPatterns, HeadsBelowTheRecallFloorGoDenseAndAreCounted) {
 }
 
 TEST(LayerPatterns, EveryPatternTrainsTheSameOverRanks) {
-  const TinyData data("layers_kinds");
+  const TinyData data;
   const std::string file = (data.folder() / "lists.json").string();
   std::ofstream(file) << R"({"name": "lists", "seq_len": 512, "heads": [
     {"offset_ranges": [[0, 64], [200, 210]], "columns": [0, 1, 300]},
@@ -165,7 +161,7 @@ TEST(LayerPatterns, EveryPatternTrainsTheSameOverRanks) {
 }
 
 TEST(LayerPatterns, ColumnsTooManyToExchangeOnceAreCounted) {
-  const TinyData data("layers_columns");
+  const TinyData data;
   RunConfig config = tiny_config(data);
   config.train.steps = 1;
   config.attention.options.p_slash = 0;
@@ -180,7 +176,7 @@ TEST(LayerPatterns, ColumnsTooManyToExchangeOnceAreCounted) {
 }
 
 TEST(Mfu, IsTheModelsWorkOverTheDevicesPeak) {
-  const TinyData data("mfu");
+  const TinyData data;
   RunConfig config = tiny_config(data);
   config.attention.pattern = PatternKind::kDense;
   config.train.steps = 1;
@@ -199,7 +195,7 @@ TEST(Mfu, IsTheModelsWorkOverTheDevicesPeak) {
 }
 
 TEST(MixedPrecision, TwentyStepsStayCloseToFloat32) {
-  const TinyData data("bf16_curve");
+  const TinyData data;
   RunConfig config = tiny_config(data);
   const TinyResult wide = run_tiny(config, 1, 1);
   config.model.dtype = at::kBFloat16;

@@ -9,14 +9,11 @@
 #include <string>
 #include <vector>
 
-#include "mtraining/train/tiny_run.h"
+#include "mtraining/testing/gpu.h"
+#include "mtraining/train/tiny_run_case.h"
 
 namespace mtraining::train {
 namespace {
-
-bool has_gpu() { return at::hasCUDA() && c10::cuda::device_count() > 0; }
-#define MT_NEEDS_GPU() \
-  if (!has_gpu()) GTEST_SKIP() << "needs a CUDA device"
 
 const trace::Span& named(const std::vector<trace::Span>& spans, const std::string& name) {
   for (const trace::Span& span : spans)
@@ -81,7 +78,7 @@ class Waits : public c10::WarningHandler {
 };
 
 int waits_of_a_step(int64_t layers, int64_t accumulation, pattern::PatternKind pattern) {
-  const TinyData data(concat("waits_", layers, "_", accumulation));
+  const TinyData data;
   RunConfig config = tiny_config(data);
   config.train.device = DeviceKind::kCuda;
   config.model.dtype = at::kBFloat16;

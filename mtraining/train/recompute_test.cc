@@ -14,7 +14,7 @@
 #include "mtraining/train/attention_layers.h"
 #include "mtraining/train/loss.h"
 #include "mtraining/train/tensor_memory.h"
-#include "mtraining/train/tiny_run.h"
+#include "mtraining/train/tiny_run_case.h"
 
 namespace mtraining::train {
 namespace {

@@ -8,12 +8,13 @@
 #include <nlohmann/json.hpp>
 
 #include "mtraining/checkpoint/publication.h"
-#include "mtraining/checkpoint/scratch_folder.h"
 #include "mtraining/checkpoint/training_state.h"
 #include "mtraining/checkpoint/weights.h"
+#include "mtraining/testing/error_of.h"
+#include "mtraining/testing/scratch_folder.h"
 #include "mtraining/train/run_state.h"
 #include "mtraining/train/stop_poll.h"
-#include "mtraining/train/tiny_run.h"
+#include "mtraining/train/tiny_run_case.h"
 
 namespace mtraining::train {
 namespace {
@@ -104,8 +105,8 @@ void expect_same_steps(const SavedRun& whole, const SavedRun& resumed, size_t fi
 }
 
 TEST(Resume, OnTheSameRanksIsBitwiseTheUninterruptedRun) {
-  const TinyData data("resume_bitwise");
-  const checkpoint::ScratchFolder files(checkpoint::memory_folder());
+  const TinyData data;
+  const testing::ScratchFolder files(testing::memory_folder());
   for (const auto& [ranks, per_node, zero, dtype] :
        std::vector<std::tuple<int, int, int, at::ScalarType>>{{1, 1, 0, at::kFloat},
                                                               {1, 1, 0, at::kBFloat16},
@@ -133,8 +134,8 @@ TEST(Resume, OnTheSameRanksIsBitwiseTheUninterruptedRun) {
 }
 
 TEST(Resume, OnAnotherSplitContinuesTheCurve) {
-  const TinyData data("resume_splits");
-  const checkpoint::ScratchFolder files(checkpoint::memory_folder());
+  const TinyData data;
+  const testing::ScratchFolder files(testing::memory_folder());
   RunConfig config = short_config(data);
   config.attention.pattern = pattern::PatternKind::kDense;
   config.attention.ring = ring::RingKind::kFlat;
@@ -178,8 +179,8 @@ TEST(Resume, OnAnotherSplitContinuesTheCurve) {
 }
 
 TEST(Resume, AStoppedAccumulationKeepsItsFinishedMicroSteps) {
-  const TinyData data("resume_accumulation");
-  const checkpoint::ScratchFolder files(checkpoint::memory_folder());
+  const TinyData data;
+  const testing::ScratchFolder files(testing::memory_folder());
   RunConfig config = short_config(data);
   config.attention.pattern = pattern::PatternKind::kDense;
   config.attention.ring = ring::RingKind::kFlat;
@@ -227,8 +228,8 @@ TEST(Resume, AStoppedAccumulationKeepsItsFinishedMicroSteps) {
 }
 
 TEST(Resume, WithoutSaveAccumulationAStoppedStepIsDropped) {
-  const TinyData data("resume_dropped");
-  const checkpoint::ScratchFolder files(checkpoint::memory_folder());
+  const TinyData data;
+  const testing::ScratchFolder files(testing::memory_folder());
   RunConfig config = short_config(data);
   config.train.global_batch_size = 4;
   config.checkpoint.every = 0;
@@ -246,8 +247,8 @@ TEST(Resume, WithoutSaveAccumulationAStoppedStepIsDropped) {
 }
 
 TEST(Resume, RowsBeyondTheCheckpointAndATornLineGo) {
-  const TinyData data("resume_rows");
-  const checkpoint::ScratchFolder files(checkpoint::memory_folder());
+  const TinyData data;
+  const testing::ScratchFolder files(testing::memory_folder());
   RunConfig config = short_config(data);
   config.trace = {.chrome = true, .first_step = 2, .steps = 1};
   const fs::path out = files.path() / "run";
@@ -263,8 +264,8 @@ TEST(Resume, RowsBeyondTheCheckpointAndATornLineGo) {
 }
 
 TEST(Resume, OnlyTheLastCheckpointsStay) {
-  const TinyData data("resume_keep");
-  const checkpoint::ScratchFolder files(checkpoint::memory_folder());
+  const TinyData data;
+  const testing::ScratchFolder files(testing::memory_folder());
   RunConfig config = short_config(data);
   config.checkpoint.every = 1;
   for (const int64_t keep : {1, 2, 4, 0}) {
@@ -300,8 +301,8 @@ std::vector<model::Parameter> write_weights(const fs::path& folder, const RunCon
 }
 
 TEST(InitFrom, MastersAreTheFilesFloat32WeightsToTheLastBit) {
-  const TinyData data("init_from_master");
-  const checkpoint::ScratchFolder files(checkpoint::memory_folder());
+  const TinyData data;
+  const testing::ScratchFolder files(testing::memory_folder());
   RunConfig config = short_config(data);
   config.train.steps = 1;
   config.optim.schedule = {.lr = 0};
@@ -328,15 +329,15 @@ TEST(InitFrom, MastersAreTheFilesFloat32WeightsToTheLastBit) {
 }
 
 TEST(InitFrom, TheFolderMayGoAwayOnceTheRunHasBegun) {
-  const TinyData data("init_from_gone");
-  const checkpoint::ScratchFolder files(checkpoint::memory_folder());
+  const TinyData data;
+  const testing::ScratchFolder files(testing::memory_folder());
   RunConfig config = short_config(data);
   config.train.steps = 1;
   config.init_from = (files.path() / "weights").string();
   config.out = (files.path() / "run").string();
   fs::create_directories(config.out);
   write_weights(*config.init_from, config);
-  checkpoint::put_text(fs::path(*config.init_from) / "tokenizer.json", "{\"of\": \"the start\"}");
+  testing::put_text(fs::path(*config.init_from) / "tokenizer.json", "{\"of\": \"the start\"}");
   const ResolvedRun resolved = resolve(config, topology::LaunchEnvironment());
   comm::run_loopback(1, [&](comm::Transport& transport) {
     Trainer trainer(config, resolved, transport);
@@ -346,13 +347,13 @@ TEST(InitFrom, TheFolderMayGoAwayOnceTheRunHasBegun) {
   EXPECT_EQ(checkpoint::incomplete_reason(step_folder(config.out, 1)), "");
   EXPECT_EQ(model::read_hf_config(step_folder(config.out, 1)).hidden_size,
             config.model.hidden_size);
-  EXPECT_EQ(checkpoint::get_text(step_folder(config.out, 1) / "tokenizer.json"),
+  EXPECT_EQ(testing::get_text(step_folder(config.out, 1) / "tokenizer.json"),
             "{\"of\": \"the start\"}");
 }
 
 TEST(Resume, TheCheckpointHoldsFloat32MastersOfABFloat16Model) {
-  const TinyData data("resume_master");
-  const checkpoint::ScratchFolder files(checkpoint::memory_folder());
+  const TinyData data;
+  const testing::ScratchFolder files(testing::memory_folder());
   RunConfig config = short_config(data);
   config.model.dtype = at::kBFloat16;
   config.optim.schedule = {.lr = 1e-5};  // lost in bf16, kept in the master
@@ -364,8 +365,8 @@ TEST(Resume, TheCheckpointHoldsFloat32MastersOfABFloat16Model) {
 }
 
 TEST(Resume, EvaluationsThatAStopCutShortAreMadeLater) {
-  const TinyData data("resume_evaluation");
-  const checkpoint::ScratchFolder files(checkpoint::memory_folder());
+  const TinyData data;
+  const testing::ScratchFolder files(testing::memory_folder());
   RunConfig config = short_config(data);
   const SavedRun whole = run_in(config, files.path() / "whole", 2, 2);
   // Seen at the end of step 6, before the evaluations: its row is written without a held-out loss.
@@ -386,8 +387,8 @@ TEST(Resume, EvaluationsThatAStopCutShortAreMadeLater) {
 }
 
 TEST(Resume, AnEvaluationOfTheEndThatFailsLeavesTheTraining) {
-  const TinyData data("resume_bad_valid");
-  const checkpoint::ScratchFolder files(checkpoint::memory_folder());
+  const TinyData data;
+  const testing::ScratchFolder files(testing::memory_folder());
   RunConfig config = short_config(data);
   config.checkpoint.every = 0;
   config.eval.batches = 2;
@@ -409,21 +410,16 @@ TEST(Resume, AnEvaluationOfTheEndThatFailsLeavesTheTraining) {
 }
 
 TEST(Resume, ADamagedOrForeignStateIsNamed) {
-  const TinyData data("resume_damage");
-  const checkpoint::ScratchFolder files(checkpoint::memory_folder());
+  const TinyData data;
+  const testing::ScratchFolder files(testing::memory_folder());
   RunConfig config = short_config(data);
   const fs::path out = files.path() / "run";
   run_in(config, out, 1, 1);
   const fs::path folder = step_folder(out, 3);
   RunConfig wider = config;
   wider.model.intermediate_size = 64;
-  const auto error_of = [&](const RunConfig& c) -> std::string {
-    try {
-      run_in(c, files.path() / "x", 1, 1, folder);
-    } catch (const InvalidArgument& error) {
-      return error.what();
-    }
-    return "";
+  const auto error_of = [&](const RunConfig& c) {
+    return testing::error_of<InvalidArgument>([&] { run_in(c, files.path() / "x", 1, 1, folder); });
   };
   EXPECT_NE(error_of(wider).find("gate_proj.weight/master\" F32 [64, 32], got F32 [48, 32]"),
             std::string::npos)

@@ -8,10 +8,10 @@
 
 #include "mtraining/base/check.h"
 #include "mtraining/base/parallel.h"
-#include "mtraining/checkpoint/scratch_folder.h"
 #include "mtraining/checkpoint/weights.h"
 #include "mtraining/comm/loopback.h"
-#include "mtraining/train/tiny_run.h"
+#include "mtraining/testing/scratch_folder.h"
+#include "mtraining/train/tiny_run_case.h"
 
 namespace mtraining::train {
 namespace {
@@ -48,8 +48,7 @@ TEST(TokenWindows, WhatWouldLeaveTokensOutIsRefused) {
 
 /// The tiny model with random weights in a folder, and a file of `tokens` tokens.
 struct Case {
-  explicit Case(const std::string& name, int64_t tokens)
-      : data(name, tokens), config(tiny_config(data)) {
+  explicit Case(int64_t tokens) : data(tokens), config(tiny_config(data)) {
     config.init_from = (files.path() / "weights").string();
     std::filesystem::create_directories(*config.init_from);
     const auto parameters = model::init_parameters(config.model, 5).list();
@@ -75,13 +74,13 @@ struct Case {
     });
     return result;
   }
-  checkpoint::ScratchFolder files{checkpoint::memory_folder()};
+  testing::ScratchFolder files{testing::memory_folder()};
   TinyData data;
   RunConfig config;
 };
 
 TEST(Scorer, OneWindowIsTheTrainersHeldOutLoss) {
-  Case c("score_trainer", 513);
+  Case c(513);
   c.config.eval.batches = 1;
   c.config.train.steps = 1;
   const ResolvedRun resolved = resolve(c.config, topology::LaunchEnvironment());
@@ -103,7 +102,7 @@ TEST(Scorer, OneWindowIsTheTrainersHeldOutLoss) {
 }
 
 TEST(Scorer, EveryRankCountGivesOneLoss) {
-  const Case c("score_ranks", 700);
+  const Case c(700);
   for (const bool dense : {true, false}) {
     const Score one = c.score(200, 130, 1, dense);
     EXPECT_EQ(one.tokens, 699);
@@ -118,7 +117,7 @@ TEST(Scorer, EveryRankCountGivesOneLoss) {
 }
 
 TEST(Scorer, WindowsAddUpToTheSumsOfTheirTokens) {
-  const Case c("score_sums", 161);
+  const Case c(161);
   // Of dense attention a prefix is the same whatever follows: the first window's loss is part of the longer one's.
   const Score whole = c.score(160, 160, 1, true), half = c.score(80, 80, 1, true, 1);
   EXPECT_EQ(half.tokens, 80);
@@ -131,7 +130,7 @@ TEST(Scorer, WindowsAddUpToTheSumsOfTheirTokens) {
 }
 
 TEST(Scorer, MaskedTokensAreNotScored) {
-  const Case c("score_mask", 257);
+  const Case c(257);
   const Score all = c.score(64, 64, 1, true);
   data::TokenFileWriter mask(c.data.prefix() + "_loss_mask", data::TokenType::kUInt8);
   std::vector<int64_t> flags(257, 1);

@@ -10,7 +10,7 @@
 #include "mtraining/comm/c10d.h"
 #include "mtraining/model/mlp.h"
 #include "mtraining/testing/process_ranks.h"
-#include "mtraining/train/tiny_run.h"
+#include "mtraining/train/tiny_run_case.h"
 
 namespace mtraining::train {
 namespace {
@@ -50,7 +50,7 @@ RunConfig dense_config(const TinyData& data) {
 }
 
 TEST(Splits, TwentyStepsAreOneRunForEverySplitWithAndWithoutZero2) {
-  const TinyData data("splits");
+  const TinyData data;
   const RunConfig config = dense_config(data);
   const TinyResult one = run_tiny(config, 1, 1);
   EXPECT_GT(one.steps[0].grad_norm, config.optim.clip_norm);  // clipped
@@ -72,7 +72,7 @@ TEST(Splits, TwentyStepsAreOneRunForEverySplitWithAndWithoutZero2) {
 }
 
 TEST(Splits, Zero2EqualsTheUnshardedRunWithAStepSkippedOnAllRanksBecauseOfOne) {
-  const TinyData data("splits_zero");
+  const TinyData data;
   RunConfig config = dense_config(data);
   config.parallel.dp_size = 2;
   ::setenv("MTRAINING_FAULT", "rank=3,step=5,at=gradient,kind=nan", 1);
@@ -99,7 +99,7 @@ TEST(Splits, Zero2EqualsTheUnshardedRunWithAStepSkippedOnAllRanksBecauseOfOne) {
 TEST(Splits, Zero2OverGlooGivesTheBitsOfLoopback) {
   const auto run =
       testing::run_processes(4, comm::free_port, [](const testing::RankProcess& process) {
-        const TinyData data("splits_gloo");  // a folder of each process, with the same tokens
+        const TinyData data;  // a folder of each process, with the same tokens
         RunConfig config = dense_config(data);
         config.parallel.dp_size = 2;
         config.parallel.zero = 2;
@@ -128,7 +128,7 @@ TEST(Splits, Zero2OverGlooGivesTheBitsOfLoopback) {
 }
 
 TEST(Splits, RecomputeAndZero2TogetherAreBitwiseWhatTheyAreApart) {
-  const TinyData data("splits_recompute");
+  const TinyData data;
   for (const auto dtype : {at::kFloat, at::kBFloat16}) {
     for (const int zero : {0, 2}) {
       SCOPED_TRACE(concat(dtype, ", zero ", zero));
@@ -155,7 +155,7 @@ TEST(Splits, RecomputeAndZero2TogetherAreBitwiseWhatTheyAreApart) {
 }
 
 TEST(Splits, LowPrecisionGradientsTrainTheSameModelLessExactly) {
-  const TinyData data("splits_bf16");
+  const TinyData data;
   RunConfig config = tiny_config(data);
   config.model.dtype = at::kBFloat16;
   config.train.global_batch_size = 2;
@@ -175,7 +175,7 @@ TEST(Splits, LowPrecisionGradientsTrainTheSameModelLessExactly) {
 /// layout, no chunks, no flat vectors.
 TEST(Splits, ParametersAfterThreeStepsEqualAPlainLoop) {
   at::set_num_threads(1);  // several threads for products this small cost more than they do
-  const TinyData data("splits_oracle");
+  const TinyData data;
   RunConfig config = dense_config(data);
   config.train.steps = 3;
   config.train.loss_chunk = 16;
@@ -286,7 +286,7 @@ TEST(Splits, ParametersAfterThreeStepsEqualAPlainLoop) {
 
 TEST(Splits, TokensWithUnequalMicroStepsWeighAlikeForEverySplit) {
   // One sequence has 1 label and the next 3: the mean is over 4 tokens, whatever the order.
-  const TinyData data("splits_uneven");
+  const TinyData data;
   data::TokenFileWriter mask(data.prefix() + "_loss_mask", data::TokenType::kUInt8);
   std::vector<int64_t> flags(20000);
   for (size_t i = 0; i < flags.size(); ++i)

@@ -6,7 +6,6 @@
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
-#include <unistd.h>
 
 #include <filesystem>
 #include <functional>
@@ -20,6 +19,7 @@
 #include "mtraining/base/rng.h"
 #include "mtraining/comm/loopback.h"
 #include "mtraining/data/token_file.h"
+#include "mtraining/testing/scratch_folder.h"
 #include "mtraining/train/trainer.h"
 
 namespace mtraining::train {
@@ -27,9 +27,7 @@ namespace mtraining::train {
 /// A folder that goes away, with token files of a language that a small model can learn in a few steps.
 class TinyData {
  public:
-  explicit TinyData(const std::string& name, int64_t tokens = 20000)
-      : folder_(std::filesystem::temp_directory_path() / concat("mt_", name, "_", ::getpid())) {
-    std::filesystem::create_directories(folder_);
+  explicit TinyData(int64_t tokens = 20000) {
     const Rng rng(7);
     std::vector<int64_t> ids(tokens);
     // Each token follows from the one before, but for noise.
@@ -41,12 +39,11 @@ class TinyData {
     writer.add_sequence(ids);
     writer.finish();
   }
-  ~TinyData() { std::filesystem::remove_all(folder_); }
   std::string prefix() const { return (folder_ / "tokens").string(); }
-  const std::filesystem::path& folder() const { return folder_; }
+  const std::filesystem::path& folder() const { return folder_.path(); }
 
  private:
-  std::filesystem::path folder_;
+  testing::ScratchFolder folder_;
 };
 
 inline RunConfig tiny_config(const TinyData& data) {

@@ -10,7 +10,7 @@
 #include <string>
 
 #include "mtraining/train/part_times.h"
-#include "mtraining/train/tiny_run.h"
+#include "mtraining/train/tiny_run_case.h"
 
 namespace mtraining::train {
 namespace {
@@ -36,7 +36,7 @@ double worst_loss_difference(const TinyResult& a, const TinyResult& b) {
 
 /// torch's own attention and loss on one rank: shares nothing with the trainer but the decoder and the batch.
 TEST(Trainer, FirstStepEqualsAPlainComputation) {
-  const TinyData data("trainer_plain");
+  const TinyData data;
   RunConfig config = tiny_config(data);
   config.attention.pattern = pattern::PatternKind::kDense;
   config.train.seq_len = 192;
@@ -95,7 +95,7 @@ RunConfig with_split(RunConfig config, const Split& split) {
 }
 
 TEST(Trainer, DenseRunIsTheSameForEveryRing) {
-  const TinyData data("trainer_dense");
+  const TinyData data;
   RunConfig config = tiny_config(data);
   config.attention.pattern = pattern::PatternKind::kDense;
   const TinyResult one = run_tiny(config, 1, 1);
@@ -109,7 +109,7 @@ TEST(Trainer, DenseRunIsTheSameForEveryRing) {
 }
 
 TEST(Trainer, SparseRunWithAReplayedIndexIsTheSameForEveryRing) {
-  const TinyData data("trainer_sparse");
+  const TinyData data;
   const RunConfig config = tiny_config(data);
   const TinyResult one = run_tiny(config, 1, 1);
   EXPECT_LT(one.steps.back().attention_density, 0.95);  // sparse indeed
@@ -126,7 +126,7 @@ TEST(Trainer, SparseRunWithAReplayedIndexIsTheSameForEveryRing) {
 }
 
 TEST(Trainer, ContextAndDataParallelSplitsGiveOneLossAndOneGradient) {
-  const TinyData data("trainer_splits");
+  const TinyData data;
   RunConfig config = tiny_config(data);
   config.attention.pattern = pattern::PatternKind::kDense;
   config.train.seq_len = 200;  // divides nothing: padding on some ranks
@@ -151,7 +151,7 @@ TEST(Trainer, ContextAndDataParallelSplitsGiveOneLossAndOneGradient) {
 }
 
 TEST(Trainer, DataParallelGroupsMayChooseIndicesOfDifferentKinds) {
-  const TinyData data("trainer_groups");
+  const TinyData data;
   RunConfig config = tiny_config(data);
   config.attention.columns = attention::ColumnMode::kOnce;
   config.train.global_batch_size = 2;
@@ -174,7 +174,7 @@ TEST(Trainer, DataParallelGroupsMayChooseIndicesOfDifferentKinds) {
 }
 
 TEST(Trainer, UnevenLabelsWeighByTokenNotByRankOrMicroStep) {
-  const TinyData data("trainer_uneven");
+  const TinyData data;
   // Labels only in a few places: most micro-steps and ranks have none or few.
   data::TokenFileWriter mask(data.prefix() + "_loss_mask", data::TokenType::kUInt8);
   std::vector<int64_t> flags(20000);
@@ -201,7 +201,7 @@ TEST(Trainer, UnevenLabelsWeighByTokenNotByRankOrMicroStep) {
 }
 
 TEST(Trainer, AStepWithoutLabelsHasLossZeroAndChangesNothing) {
-  const TinyData data("trainer_unlabelled");
+  const TinyData data;
   data::TokenFileWriter mask(data.prefix() + "_loss_mask", data::TokenType::kUInt8);
   mask.add_sequence(std::vector<int64_t>(20000, 0));
   mask.finish();
@@ -231,7 +231,7 @@ TEST(Trainer, AStepWithoutLabelsHasLossZeroAndChangesNothing) {
 }
 
 TEST(Trainer, LabelsOnTheLastRankAloneAreTheMeanOfThoseLabels) {
-  const TinyData data("trainer_last_labels");
+  const TinyData data;
   data::TokenFileWriter mask(data.prefix() + "_loss_mask", data::TokenType::kUInt8);
   std::vector<int64_t> flags(20000);
   for (size_t i = 0; i < flags.size(); ++i) flags[i] = i % 32 >= 24;
@@ -258,7 +258,7 @@ TEST(Trainer, LabelsOnTheLastRankAloneAreTheMeanOfThoseLabels) {
 }
 
 TEST(Trainer, ANaNOnOneRankSkipsTheStepOnAll) {
-  const TinyData data("trainer_nan");
+  const TinyData data;
   RunConfig config = tiny_config(data);
   config.train.steps = 1;
   const at::Tensor after_one = run_tiny(config, 4, 2).weights;
@@ -294,7 +294,7 @@ TEST(Trainer, ANaNOnOneRankSkipsTheStepOnAll) {
 }
 
 TEST(Trainer, HeldOutLossIsTheSameForEveryContextParallelSize) {
-  const TinyData data("trainer_valid");
+  const TinyData data;
   RunConfig config = tiny_config(data);
   config.train.steps = 1;
   config.optim.schedule.lr = 0;
@@ -306,7 +306,7 @@ TEST(Trainer, HeldOutLossIsTheSameForEveryContextParallelSize) {
 }
 
 TEST(Trainer, BFloat16ModelLearnsWithFloat32Master) {
-  const TinyData data("trainer_bf16");
+  const TinyData data;
   RunConfig config = tiny_config(data);
   config.model.dtype = at::kBFloat16;
   const TinyResult result = run_tiny(config, 2, 2);
@@ -315,7 +315,7 @@ TEST(Trainer, BFloat16ModelLearnsWithFloat32Master) {
 }
 
 TEST(Trainer, ARunLeavesMetricsTraceSummaryAndExample) {
-  const TinyData data("trainer_files");
+  const TinyData data;
   RunConfig config = tiny_config(data);
   config.train.steps = 5;
   config.train.recall_every = 2;
@@ -384,7 +384,7 @@ TEST(Trainer, ARunLeavesMetricsTraceSummaryAndExample) {
 }
 
 TEST(Trainer, WhatIsNoTrainStepLeavesNoSpans) {
-  const TinyData data("trainer_spans");
+  const TinyData data;
   RunConfig config = tiny_config(data);
   config.train.seq_len = 192;
   config.train.steps = 3;
@@ -412,7 +412,7 @@ TEST(Trainer, WhatIsNoTrainStepLeavesNoSpans) {
 }
 
 TEST(Trainer, WeightsOfOneProductLieBehindOneAnotherHoweverParametersAreKept) {
-  const TinyData data("trainer_places");
+  const TinyData data;
   RunConfig config = tiny_config(data);  // with biases of q, k and v
   for (const int zero : {0, 2}) {
     config.parallel.zero = zero;
@@ -461,7 +461,7 @@ TEST(PartTimes, AnEndOfNothingIsRefusedAndTakesNothingAlong) {
 }
 
 TEST(Trainer, IndicesAreKeptOnlyWhereTheyAreAskedFor) {
-  const TinyData data("trainer_indices");
+  const TinyData data;
   RunConfig config = tiny_config(data);
   config.train.seq_len = 192;
   config.train.global_batch_size = 3;
@@ -481,7 +481,7 @@ TEST(Trainer, IndicesAreKeptOnlyWhereTheyAreAskedFor) {
 }
 
 TEST(Trainer, SingleBlocksHaveNoPictureWhichIsSaidAndNoOtherP) {
-  const TinyData data("trainer_blocks");
+  const TinyData data;
   RunConfig config = tiny_config(data);
   config.train.seq_len = 256;
   config.train.steps = 1;

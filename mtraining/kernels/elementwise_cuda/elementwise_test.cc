@@ -14,6 +14,8 @@
 #include "mtraining/base/check.h"
 #include "mtraining/kernels/dispatch.h"
 #include "mtraining/kernels/sm90/device_memory.h"
+#include "mtraining/testing/error_of.h"
+#include "mtraining/testing/gpu.h"
 #include "mtraining/testing/random.h"
 
 namespace mtraining::kernels::elementwise_cuda {
@@ -21,13 +23,6 @@ namespace {
 
 using sm90::DeviceMemory;
 using Values = std::vector<double>;
-
-bool has_gpu() {
-  int count = 0;
-  return cudaGetDeviceCount(&count) == cudaSuccess && count > 0;
-}
-#define MT_NEEDS_GPU() \
-  if (!has_gpu()) GTEST_SKIP() << "needs a CUDA device"
 
 constexpr DType kBoth[] = {DType::kFloat32, DType::kBFloat16};
 
@@ -555,42 +550,32 @@ TEST(CrossEntropy, SpecialValuesStayInTheirRow) {
   EXPECT_EQ(got[2], got[5]) << "the same row, the same bits";
 }
 
-template <typename Body>
-std::string error_of(const Body& body) {
-  try {
-    body();
-  } catch (const Error& error) {
-    return error.what();
-  }
-  return "";
-}
-
 TEST(Elementwise, WhatIsNotSupportedIsSaidInOneSentence) {
   alignas(16) static char memory[64] = {};
   void* any = memory;
   auto* floats = reinterpret_cast<float*>(memory);
   RmsNormForward norm{
       .rows = 1, .width = 20, .x = any, .weight = any, .out = any, .inverse_root = floats};
-  EXPECT_NE(error_of([&] { rms_norm(norm); }).find("8 divides"), std::string::npos);
+  EXPECT_NE(testing::error_of([&] { rms_norm(norm); }).find("8 divides"), std::string::npos);
   norm.width = 16392;
-  EXPECT_NE(error_of([&] { rms_norm(norm); }).find("at most 16384"), std::string::npos);
+  EXPECT_NE(testing::error_of([&] { rms_norm(norm); }).find("at most 16384"), std::string::npos);
   norm.width = 16;
   norm.dtype = DType::kFloat64;
-  EXPECT_NE(error_of([&] { rms_norm(norm); }).find("float32 or bf16"), std::string::npos);
+  EXPECT_NE(testing::error_of([&] { rms_norm(norm); }).find("float32 or bf16"), std::string::npos);
   norm.dtype = DType::kFloat32;
   norm.added = any;
-  EXPECT_NE(error_of([&] { rms_norm(norm); }).find("`sum`"), std::string::npos);
+  EXPECT_NE(testing::error_of([&] { rms_norm(norm); }).find("`sum`"), std::string::npos);
   norm.sum = memory + 2;
-  EXPECT_NE(error_of([&] { rms_norm(norm); }).find("16-byte aligned"), std::string::npos);
-  EXPECT_NE(error_of([&] {
+  EXPECT_NE(testing::error_of([&] { rms_norm(norm); }).find("16-byte aligned"), std::string::npos);
+  EXPECT_NE(testing::error_of([&] {
               swiglu({.rows = 1, .width = 12, .gate_up = any, .product = any});
             }).find("8 divides"),
             std::string::npos);
-  EXPECT_NE(error_of([&] {
+  EXPECT_NE(testing::error_of([&] {
               rope({.tokens = 4, .rotated_heads = 2, .head_dim = 12, .table_tokens = 4});
             }).find("head_dim"),
             std::string::npos);
-  EXPECT_NE(error_of([&] {
+  EXPECT_NE(testing::error_of([&] {
               rope({.tokens = 4,
                     .rotated_heads = 2,
                     .head_dim = 16,
@@ -598,7 +583,7 @@ TEST(Elementwise, WhatIsNotSupportedIsSaidInOneSentence) {
                     .token_stride = 32});
             }).find("multiple of the table"),
             std::string::npos);
-  EXPECT_NE(error_of([&] {
+  EXPECT_NE(testing::error_of([&] {
               cross_entropy({.logits_dtype = DType::kBFloat16,
                              .gradient_dtype = DType::kFloat32,
                              .rows = 1,

@@ -11,6 +11,7 @@
 #include "mtraining/index/step_index.h"
 #include "mtraining/kernels/sm90/device_memory.h"
 #include "mtraining/layout/layout.h"
+#include "mtraining/testing/gpu.h"
 #include "mtraining/testing/random.h"
 
 namespace mtraining::kernels::lists_cuda {
@@ -19,11 +20,6 @@ namespace {
 using layout::LayoutKind;
 using sm90::check_device;
 using sm90::DeviceMemory;
-
-bool has_gpu() {
-  int count = 0;
-  return cudaGetDeviceCount(&count) == cudaSuccess && count > 0;
-}
 
 struct Choice {
   std::vector<uint32_t> bits;
@@ -60,7 +56,7 @@ Choice choose(int64_t rows, int64_t seq_len, int64_t query_wide, int64_t key_wid
 }
 
 TEST(ExpandLists, GivesTheHostsListsOfEveryRankAndSource) {
-  if (!has_gpu()) GTEST_SKIP() << "no GPU";
+  MT_NEEDS_GPU();
   int64_t entries_seen = 0;
   for (const int64_t seq_len : {1, 64, 65, 3000, 70000}) {
     for (const auto& [query_wide, key_wide] : {std::pair<int64_t, int64_t>{1, 1}, {2, 2}, {1, 7}}) {

@@ -9,6 +9,7 @@
 #include "mtraining/base/check.h"
 #include "mtraining/index/step_index.h"
 #include "mtraining/kernels/sm90/device_memory.h"
+#include "mtraining/testing/gpu.h"
 #include "mtraining/testing/random.h"
 
 namespace mtraining::kernels::lists_cuda {
@@ -16,11 +17,6 @@ namespace {
 
 using sm90::check_device;
 using sm90::DeviceMemory;
-
-bool has_gpu() {
-  int count = 0;
-  return cudaGetDeviceCount(&count) == cudaSuccess && count > 0;
-}
 
 /// Each query block lists a random share of the key blocks; some list none, some all.
 index::StepBlocks random_lists(int64_t rows, int64_t num_q_blocks, int64_t num_k_blocks) {
@@ -41,7 +37,7 @@ index::StepBlocks random_lists(int64_t rows, int64_t num_q_blocks, int64_t num_k
 }
 
 TEST(TransposeLists, GivesTheHostsTranspose) {
-  if (!has_gpu()) GTEST_SKIP() << "no GPU";
+  MT_NEEDS_GPU();
   for (const int64_t rows : {1, 3}) {
     for (const int64_t num_q_blocks : {1, 63, 64, 65, 700, 2100}) {
       for (const int64_t num_k_blocks : {1, 31, 1024, 1025, 2100}) {

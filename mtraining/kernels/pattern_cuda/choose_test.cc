@@ -9,17 +9,13 @@
 
 #include "mtraining/kernels/pattern_cuda/select.h"
 #include "mtraining/kernels/sm90/device_memory.h"
+#include "mtraining/testing/gpu.h"
 #include "mtraining/testing/random.h"
 
 namespace mtraining::kernels::pattern_cuda {
 namespace {
 
 using sm90::DeviceMemory;
-
-bool has_gpu() {
-  int count = 0;
-  return cudaGetDeviceCount(&count) == cudaSuccess && count > 0;
-}
 
 /// Peaked like attention's; all equal; few values; zeros; just below and above the edge of a bin; all in one bin but different.
 int64_t mass_of(int kind, double u) {
@@ -60,7 +56,7 @@ struct Outputs {
 };
 
 TEST(Choose, EqualsTheStepsOneByOne) {
-  if (!has_gpu()) GTEST_SKIP() << "needs a CUDA device";
+  MT_NEEDS_GPU();
   for (const int64_t seq_len : {1, 64, 130, 1000, 9000, 70000}) {
     const int64_t batch = 2, heads = 6, rows = batch * heads;
     const int64_t num_blocks = (seq_len + 63) / 64, words = (seq_len + 31) / 32;

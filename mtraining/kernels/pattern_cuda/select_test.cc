@@ -19,19 +19,13 @@
 #include "mtraining/layout/layout.h"
 #include "mtraining/pattern/pattern.h"
 #include "mtraining/pattern/top_p.h"
+#include "mtraining/testing/gpu.h"
 #include "mtraining/testing/random.h"
 
 namespace mtraining::kernels::pattern_cuda {
 namespace {
 
 using sm90::DeviceMemory;
-
-bool has_gpu() {
-  int count = 0;
-  return cudaGetDeviceCount(&count) == cudaSuccess && count > 0;
-}
-#define MT_NEEDS_GPU() \
-  if (!has_gpu()) GTEST_SKIP() << "needs a CUDA device"
 
 /// Masses of several kinds: like attention's, all equal, few values, zeros, a giant, the largest allowed, ones (a budget between
 /// two counts).

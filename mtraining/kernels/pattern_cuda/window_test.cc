@@ -13,6 +13,7 @@
 #include "mtraining/kernels/sm90/device_memory.h"
 #include "mtraining/layout/layout.h"
 #include "mtraining/testing/generator.h"
+#include "mtraining/testing/gpu.h"
 #include "mtraining/testing/random.h"
 #include "mtraining/testing/rounding.h"
 #include "mtraining/testing/shards.h"
@@ -22,13 +23,6 @@ namespace {
 
 using layout::LayoutKind;
 using sm90::DeviceMemory;
-
-bool has_gpu() {
-  int count = 0;
-  return cudaGetDeviceCount(&count) == cudaSuccess && count > 0;
-}
-#define MT_NEEDS_GPU() \
-  if (!has_gpu()) GTEST_SKIP() << "needs a CUDA device"
 
 struct Case {
   std::string name;

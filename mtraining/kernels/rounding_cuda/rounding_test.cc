@@ -15,6 +15,7 @@
 #include "mtraining/base/check.h"
 #include "mtraining/kernels/dispatch.h"
 #include "mtraining/kernels/sm90/device_memory.h"
+#include "mtraining/testing/gpu.h"
 #include "mtraining/testing/random.h"
 
 namespace mtraining::kernels::rounding_cuda {
@@ -22,11 +23,6 @@ namespace {
 
 using sm90::check_device;
 using sm90::DeviceMemory;
-
-bool has_gpu() {
-  int count = 0;
-  return cudaGetDeviceCount(&count) == cudaSuccess && count > 0;
-}
 
 template <typename Half>
 Half narrow(float x) {
@@ -70,7 +66,7 @@ constexpr uint16_t kUntouched = 0xFFFF;
 constexpr int64_t kGuard = 8;
 
 TEST(Rounding, RoundsAsTheHostDoesInEveryArray) {
-  if (!has_gpu()) GTEST_SKIP() << "no GPU";
+  MT_NEEDS_GPU();
   // 8192 thread blocks of 256 threads take 2^24 values at a time.
   const std::vector<int64_t> counts[] = {
       {1}, {7, 8, 9}, {0, 5, 0, 16}, {1023, 1024, 1027}, {2048, 1, 3}, {(1 << 24) + 4099, 12}};

@@ -16,6 +16,7 @@
 #include "mtraining/kernels/sm80/backward.h"
 #include "mtraining/kernels/sm80/forward.h"
 #include "mtraining/testing/comparator.h"
+#include "mtraining/testing/gpu.h"
 #include "mtraining/testing/oracle.h"
 #include "mtraining/testing/plain.h"
 
@@ -33,12 +34,9 @@ using layout::LayoutKind;
 using mtraining::testing::Documents;
 using mtraining::testing::Solution;
 
-bool has_device() {
-  cudaDeviceProp properties;
-  return cudaGetDeviceProperties(&properties, 0) == cudaSuccess && properties.major >= 8;
-}
-#define MT_NEEDS_DEVICE() \
-  if (!has_device()) GTEST_SKIP() << "needs a device of compute capability 8.0 or newer"
+#define MT_NEEDS_DEVICE()                             \
+  if (mtraining::testing::gpu_major_capability() < 8) \
+  GTEST_SKIP() << "needs a device of compute capability 8.0 or newer"
 
 class DeviceBackend : public Backend {
  public:

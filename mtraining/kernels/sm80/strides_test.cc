@@ -18,6 +18,7 @@
 #include "mtraining/kernels/sm90/backward.h"
 #include "mtraining/kernels/sm90/device_memory.h"
 #include "mtraining/kernels/sm90/forward.h"
+#include "mtraining/testing/gpu.h"
 #include "mtraining/testing/rounding.h"
 
 namespace mtraining::kernels::sm80 {
@@ -49,9 +50,8 @@ class Strides : public ::testing::TestWithParam<Backend> {
     return head_dims;
   }
   bool has_device() const {
-    cudaDeviceProp properties;
-    if (cudaGetDeviceProperties(&properties, 0) != cudaSuccess) return false;
-    return GetParam() == Backend::kSm90 ? properties.major == 9 : properties.major >= 8;
+    const int major = mtraining::testing::gpu_major_capability();
+    return GetParam() == Backend::kSm90 ? major == 9 : major >= 8;
   }
 };
 INSTANTIATE_TEST_SUITE_P(Kernels, Strides, ::testing::Values(Backend::kSm80, Backend::kSm90),

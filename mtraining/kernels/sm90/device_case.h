@@ -21,6 +21,7 @@
 #include "mtraining/testing/comparator.h"
 #include "mtraining/testing/documents.h"
 #include "mtraining/testing/generator.h"
+#include "mtraining/testing/gpu.h"
 #include "mtraining/testing/oracle.h"
 #include "mtraining/testing/random.h"
 #include "mtraining/testing/rounding.h"
@@ -32,10 +33,7 @@ using layout::LayoutKind;
 using testing::Documents;
 using testing::Precision;
 
-inline bool has_hopper() {
-  cudaDeviceProp properties;
-  return cudaGetDeviceProperties(&properties, 0) == cudaSuccess && properties.major == 9;
-}
+inline bool has_hopper() { return testing::gpu_major_capability() == 9; }
 
 #define MT_NEEDS_HOPPER() \
   if (!has_hopper()) GTEST_SKIP() << "needs a device of compute capability 9.x"
