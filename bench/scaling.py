@@ -83,6 +83,8 @@ class Runner:
         self.counts[status] += 1
         row = {"case": "status", "why": why, "commit": self.commit}
         self.keep(case, row, status, more or {})
+        if status == "not run":  # counted at the end, one by one in the rows
+            return
         print(f"{status}: {case.name}: {why}", file=sys.stderr, flush=True)
 
     def wanted(self, job: scaling_cases.Job) -> list[scaling_cases.Case]:

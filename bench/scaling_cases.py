@@ -201,7 +201,7 @@ def dense_jobs(sizes: Sizes) -> list[Job]:
                 facts = {
                     "seq_len": seq_len,
                     "topology": topology,
-                    "mask": words,
+                    "computed": words,
                     "between_halves": "sockets" if slow else "as it is",
                 }
                 jobs.append(
@@ -265,9 +265,9 @@ TRAIN = (
     TrainCase("8B", 524288, 0.05, 60),
 )
 TRAIN_REHEARSAL = (
-    TrainCase("tiny", 1024, 1, 30),
-    TrainCase("tiny", 1024, 0.3, 30),
-    TrainCase("tiny", 1024, 0.3, 30, dp_size=2),
+    TrainCase("tiny", 4096, 1, 30),
+    TrainCase("tiny", 4096, 0.9, 30),
+    TrainCase("tiny", 4096, 0.9, 30, dp_size=2),
 )
 
 

@@ -144,6 +144,8 @@ def link_ms(row: dict, backward: bool) -> tuple[float, float]:
 def _ring_words(row: dict) -> str:
     if row.get("peer"):
         return f"{row['peer']}, {row['rotate']}" if "rotate" in row else row["peer"]
+    if "count" in row:
+        return f"{row['count']} rings"
     words = [row["topology"], row["ring"]]
     words += [
         row[key] for key in ("inner", "transfers") if row.get(key) not in (None, "collectives")
@@ -166,14 +168,27 @@ def _table(head: list[str], lines: list[list[str]]) -> str:
     return "\n".join(text + ["| " + " | ".join(line) + " |" for line in lines])
 
 
+def _gathered(rows: list[dict]) -> list[dict]:
+    """Neighbours that one thing kept from being measured as one row of all their rings."""
+    gathered: list[dict] = []
+    for row in rows:
+        alike = ("run", "seq_len", "gpus", "status", "why")
+        last = gathered[-1] if gathered else {}
+        if row["status"] == "measured" or any(row.get(k) != last.get(k) for k in alike):
+            gathered.append(dict(row))
+            continue
+        last["count"] = last.get("count", 1) + 1
+    return gathered
+
+
 def ring_table(rows: list[dict]) -> str:
     """Rings and their peers; one line a row, also of those that were not measured."""
     lines = []
-    for row in rows:
+    for row in _gathered(rows):
         line = [row["run"], f"{row.get('seq_len', '')}", str(row["gpus"]), _ring_words(row)]
         line += [
             str(row.get("prefetch_steps", "")),
-            row.get("between_halves", row.get("mask_words", "")),
+            " ".join(row[key] for key in ("computed", "between_halves") if key in row),
         ]
         if row["status"] != "measured":
             lines.append([*line, "", "", "", "", "", "", _failed(row)])
