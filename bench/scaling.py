@@ -36,6 +36,7 @@ COMMANDS = {
     "links": scaling_cases.links_jobs,
 }
 LIMIT_S = 590
+LEAST_S = 10  # a job that would have less is not started
 RECIPES = {
     "3B": "qwen2.5-3b-512k-two-gpus.toml",
     "8B": "llama-3.1-8b-512k.toml",
@@ -105,8 +106,9 @@ class Runner:
         """All cases of a job. One that fails gets its row, and those behind it are tried in a job of their own."""
         more = more or {}
         pending = self.wanted(job)
+        row_limit_s = self.options.row_limit_s or job.row_limit_s
         while pending:
-            if self.left_s() < 10:
+            if self.left_s() < LEAST_S:
                 for case in pending:
                     self.say(case, "left out", "the time of the whole run was over", more)
                 return
@@ -131,7 +133,7 @@ class Runner:
 
             commands, environments = self.ranks_of(job, pending)
             why = scaling_job.run_job(
-                commands, environments, on_line, job.row_limit_s, self.end_at, ROOT
+                commands, environments, on_line, row_limit_s, self.end_at, ROOT
             )
             pending = pending[len(measured) :]
             if pending:
@@ -196,6 +198,7 @@ def train_settings(case: scaling_cases.TrainCase, gpus: int) -> dict:
         "train.global_batch_size": case.dp_size,
         "data.document_mask": "false",
         "attention.deterministic": "false",
+        "trace.example_layer": -1,
     }
     if case.shape != "tiny":
         settings |= {"train.mlp_tile": 16384, "train.loss_chunk": 4096}
@@ -275,24 +278,25 @@ def train_case(runner: Runner, folder: pathlib.Path, train: scaling_cases.TrainC
     if not runner.wanted(scaling_cases.Job("train", (case,), {})):
         return
     settings = train_settings(train, gpus)
+    steps = options.warm_up + 1
+
+    def plan_of(changes: dict) -> dict:
+        return planned(options, recipe, gpus, {**settings, **changes}, train.density)
+
     try:
-        choice, plan = first_that_fits(
-            runner.host,
-            lambda choice: planned(options, recipe, gpus, {**settings, **choice}, train.density),
-            scaling_cases.memory_choices(layers),
+        choices = scaling_cases.memory_choices(layers)
+        choice, plan = first_that_fits(runner.host, plan_of, choices)
+        budget_s = min(train.budget_s, runner.left_s() - 20)
+        run = options.layers or scaling_cases.layers_that_fit(
+            layers, plan["step_s"], steps, budget_s
         )
+        # So many of the layers that run as the plan has of all.
+        on_host = -(-choice["train.offload_layers"] * run // layers)
+        choice = {**choice, "train.offload_layers": on_host}
+        plan = plan_of({**choice, "model.num_hidden_layers": run})
     except RuntimeError as error:
         runner.say(case, "failed", str(error))
         return
-    steps = options.warm_up + 1
-    run = options.layers or scaling_cases.layers_that_fit(
-        layers, plan["step_s"], steps, min(train.budget_s, runner.left_s() - 20)
-    )
-    # So many of the layers that run as the plan has of all.
-    choice = {**choice, "train.offload_layers": -(-choice["train.offload_layers"] * run // layers)}
-    plan = planned(
-        options, recipe, gpus, {**settings, **choice, "model.num_hidden_layers": run}, train.density
-    )
     settings |= choice
     if train.density < 1:
         pattern = folder / f"{train.shape}_{train.seq_len}_{train.density:g}.json"
@@ -386,6 +390,11 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--limit-s", type=float, default=LIMIT_S, help="the run ends then, whatever is under way"
+    )
+    parser.add_argument(
+        "--row-limit-s",
+        type=float,
+        help="a job ends when no row has come for so long (absent: its own)",
     )
     parser.add_argument(
         "--only",

@@ -265,7 +265,7 @@ TRAIN = (
     TrainCase("8B", 524288, 0.05, 60),
 )
 TRAIN_REHEARSAL = (
-    TrainCase("tiny", 4096, 1, 30),
+    TrainCase("tiny", 1024, 1, 30),
     TrainCase("tiny", 4096, 0.9, 30),
     TrainCase("tiny", 4096, 0.9, 30, dp_size=2),
 )
