@@ -1,16 +1,16 @@
 """The operator attend beside FlashAttention-4's block-sparse attention on the same patterns, in turn, in one process: a JSON line an arm.
 
     python bench/beside_fa4.py typical.json wide.json [--repeats 9] [--kernels] [--deterministic] [--without-peer] [--compile-only]
-    python bench/beside_fa4.py --uniform .1 --seq-len 40960 --heads 16 --kv-heads 2 --ours build/cuda/bin/sm90_backward_bench
+    python bench/beside_fa4.py --uniform .1 --seq-len 40960 --heads 16 --kv-heads 2 16
 
 In:   pattern files (docs/formats.md) of 16 query heads; flash-attn-4 with its needs on PYTHONPATH. Out: rows in the keys of `mtraining bench`.
 Ours computes the pattern in blocks of 64 and its columns; the peer the same offsets in blocks of 128 and no columns, since it has no such thing.
 Times are those of whole operators by CUDA events: lists, rounding and reductions included, on both sides. Inputs: normal values.
 Each repeat runs both arms, forward and backward: ratio_to_fa4 is taken repeat by repeat.
 
---uniform: a causal mask of 128 x 128 blocks at random, the same share of each row of blocks, its own among them; uniform_index of
-bench/sm90_case.cuh draws the same one. Operators take diagonals and columns, no lists of blocks, so ours is the bench of the kernels (--ours),
-run in turn with the peer, thrice; its backward counts rowsum(dout * out) in, as the peer's does. Rounding of gradients is in the peer's alone.
+--uniform: a causal mask of 128 x 128 blocks at random, the same share of each row of blocks, its own among them (uniform_index of
+bench/sm90_case.cuh draws the same one), given to both arms as lists made beforehand: here mtraining.block_index. Pairs count blocks whole, of the peer's
+128 tokens and of ours of 64, of which the one after the diagonal of an own block is not computed.
 """
 
 import argparse
@@ -18,7 +18,6 @@ import json
 import os
 import pathlib
 import statistics
-import subprocess
 import time
 
 import torch
@@ -57,6 +56,16 @@ def our_arm(heads, seq_len):
     ]
     no_head = torch.zeros(1, len(heads), dtype=torch.bool, device="cuda")
     index = mtraining.Index(seq_len, *lists, no_head, torch.tensor(0, device="cuda"))
+
+    def attention(q, k, v):
+        return mtraining.attend(q, k, v, index)[0]
+
+    return attention, int(index.pairs().sum())
+
+
+def our_blocks_arm(chosen, seq_len):
+    """chosen: bool [heads, blocks, blocks]."""
+    index = mtraining.block_index(chosen[None].cuda(), seq_len=seq_len, block_size=PEER_BLOCK)
 
     def attention(q, k, v):
         return mtraining.attend(q, k, v, index)[0]
@@ -161,7 +170,7 @@ class Arm:
             self.forward.append(forward)
             self.backward.append(backward)
 
-    def row(self, name, seq_len, heads, kv_heads=KV_HEADS):
+    def row(self, name, seq_len, heads, kv_heads):
         forward, backward = statistics.median(self.forward), statistics.median(self.backward)
         flops = 4e-9 * HEAD_DIM * self.pairs
         return {
@@ -199,52 +208,14 @@ def random_inputs(seq_len, heads, kv_heads):
     return inputs, torch.randn_like(inputs[0])
 
 
-def our_uniform(options):
-    """One run of the bench of our kernels: its row."""
-    case = f"uniform:{options.seq_len}:{options.uniform:g}"
-    sizes = ["--heads", f"{options.heads}/{options.kv_heads}", "--head-dim", str(HEAD_DIM)]
-    command = [
-        options.ours,
-        *sizes,
-        "--runs",
-        str(options.repeats),
-        case + "+" * options.deterministic,
-    ]
-    output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    return json.loads(output.splitlines()[-1])
-
-
-def measure_uniform(options):
+def measure_uniform(kv_heads, options):
     chosen = uniform_blocks(options.heads, options.seq_len, options.uniform)
-    peer = None
+    arms = [] if options.compile_only else [Arm("ours", *our_blocks_arm(chosen, options.seq_len))]
     if not options.without_peer:
-        peer = Arm("fa4", *peer_arm(chosen))
-        inputs, dout = random_inputs(options.seq_len, options.heads, options.kv_heads)
-    ours, rounds = [], []
-    for _ in range(3):
-        if peer is not None:
-            for repeat in range(-1 if options.compile_only else -3, options.repeats):
-                if options.compile_only and repeat == 0:
-                    return []
-                peer.run(inputs, dout, repeat >= 0)
-        ours.append(our_uniform(options))
-        if peer is not None:
-            last = slice(-options.repeats, None)
-            mine = ours[-1]["forward_ms"], ours[-1]["ms"] + ours[-1]["delta_ms"]
-            its = statistics.median(peer.forward[last]), statistics.median(peer.backward[last])
-            rounds.append((its[0] / mine[0], its[1] / mine[1], sum(its) / sum(mine)))
-    row = sorted(ours, key=lambda r: r["ms"])[1]
-    row["case"] = "uniform 128x128 beside fa4"
-    row["density"] = options.uniform
-    row["commit"] = os.environ.get("MTRAINING_COMMIT")
-    if peer is None:
-        return [row]
-    row["ratio_to_fa4"] = {
-        part: [round(f(x), 4) for f in (statistics.median, min, max)]
-        for part, x in zip(("forward", "backward", "both"), zip(*rounds, strict=True), strict=True)
-    }
-    its = peer.row("uniform", options.seq_len, options.heads, options.kv_heads)
-    return [row, {**its, "case": row["case"], "density": options.uniform}]
+        arms.append(Arm("fa4", *peer_arm(chosen)))
+    more = {"case": "uniform 128x128 beside fa4", "density": options.uniform}
+    rows = in_turn(arms, "uniform", options.seq_len, options.heads, kv_heads, options)
+    return [{**row, **more} for row in rows]
 
 
 def measure(path, options):
@@ -252,13 +223,18 @@ def measure(path, options):
     arms = [] if options.compile_only else [Arm("ours", *our_arm(heads, seq_len))]
     if not options.without_peer:
         arms.append(Arm("fa4", *peer_arm(pattern_blocks(heads, seq_len))))
-    inputs, dout = random_inputs(seq_len, len(heads), KV_HEADS)
+    return in_turn(arms, name, seq_len, len(heads), KV_HEADS, options)
+
+
+def in_turn(arms, name, seq_len, heads, kv_heads, options):
+    """Rows of the arms, run one after the other in each repeat."""
+    inputs, dout = random_inputs(seq_len, heads, kv_heads)
     for repeat in range(-1 if options.compile_only else -3, options.repeats):
         if options.compile_only and repeat == 0:
             return []
         for arm in arms:
             arm.run(inputs, dout, repeat >= 0)
-    rows = [arm.row(name, seq_len, len(heads)) for arm in arms]
+    rows = [arm.row(name, seq_len, heads, kv_heads) for arm in arms]
     rows[0]["deterministic"] = options.deterministic
     if len(arms) == 2:
         ours, peer = arms
@@ -292,8 +268,13 @@ def main():
     parser.add_argument("--uniform", type=float, help="density of a mask of 128 x 128 blocks")
     parser.add_argument("--seq-len", type=int, default=40960, help="of --uniform")
     parser.add_argument("--heads", type=int, default=16, help="of --uniform")
-    parser.add_argument("--kv-heads", type=int, default=KV_HEADS, help="of --uniform")
-    parser.add_argument("--ours", help="of --uniform: the executable sm90_backward_bench")
+    parser.add_argument(
+        "--kv-heads",
+        type=int,
+        nargs="+",
+        default=[KV_HEADS],
+        help="of --uniform, one after another",
+    )
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--kernels", action="store_true", help="also the time of each kernel")
     parser.add_argument("--deterministic", action="store_true", help="our backward")
@@ -306,14 +287,14 @@ def main():
     torch.utils.deterministic.fill_uninitialized_memory = False  # with NaN, before they are written
     if not options.patterns and options.uniform is None:
         parser.error("expected pattern files or --uniform, got neither")
-    if options.uniform is not None and options.ours is None:
-        parser.error("--uniform: expected --ours, the executable sm90_backward_bench")
-    for path in [*options.patterns, *([None] if options.uniform is not None else [])]:
+    cases = [*options.patterns, *(options.kv_heads if options.uniform is not None else [])]
+    for case in cases:
         begin = time.time()
-        for row in measure_uniform(options) if path is None else measure(path, options):
+        run = measure if isinstance(case, str) else measure_uniform
+        for row in run(case, options):
             print(json.dumps(row), flush=True)
         if options.compile_only:
-            done = {"compiled": path or "uniform", "s": round(time.time() - begin, 1)}
+            done = {"compiled": case, "s": round(time.time() - begin, 1)}
             print(json.dumps(done), flush=True)
 
 

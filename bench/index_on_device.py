@@ -1,6 +1,7 @@
 """Times choosing an index on a GPU and attention over it: one JSON object a line.
 
 python bench/index_on_device.py [--lengths 8192 32768 131072 524288] [--heads 16 --kv-heads 2 --head-dim 128] [--profile]
+                                [--pattern vertical_slash xattention moba]
 
 index_ms: build_index alone, median of CUDA events over `--repeats`, the host's launches included; in_layer_ms: what it adds to a
 layer whose launches are ahead of the device (build_index after work that keeps the device busy); host_us: time of the call itself;
@@ -11,6 +12,7 @@ attend_ms: forward over that index; share: in_layer_ms of attend_ms; index_bytes
 import argparse
 import json
 import math
+import os
 import statistics
 import time
 
@@ -59,12 +61,14 @@ def median_ms(call, repeats):
     return statistics.median(times), min(times), max(times)
 
 
-def in_layer_ms(call, repeats):
-    """As median_ms, the device kept busy until the host has launched everything."""
+def in_layer_ms(call, host_us, repeats):
+    """As median_ms, the device kept busy until the host, which needs host_us, has launched everything."""
     times = []
     for _ in range(repeats):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(2_000_000)  # about a millisecond
+        torch.cuda._sleep(
+            2_000_000 + round(3_000 * host_us)
+        )  # a millisecond, and 1.5 times host_us
         begin.record()
         call()
         end.record()
@@ -83,7 +87,7 @@ def host_us(call, repeats):
     return statistics.median(times)
 
 
-def measure(seq_len, pattern, options):
+def measure(seq_len, name, pattern, options):
     """The line of one length, as a dict."""
     q, k, v = structured(seq_len, options.heads, options.kv_heads, options.head_dim)
     torch.cuda.reset_peak_memory_stats()
@@ -93,21 +97,23 @@ def measure(seq_len, pattern, options):
     index_ms, fastest, slowest = median_ms(
         lambda: mtraining.build_index(q, k, pattern=pattern), options.repeats
     )
-    layer_ms = in_layer_ms(lambda: mtraining.build_index(q, k, pattern=pattern), options.repeats)
+    index_host = host_us(lambda: mtraining.build_index(q, k, pattern=pattern), options.repeats)
+    layer_ms = in_layer_ms(
+        lambda: mtraining.build_index(q, k, pattern=pattern), index_host, options.repeats
+    )
     with torch.no_grad():
         attend_ms, _, _ = median_ms(lambda: mtraining.attend(q, k, v, index), 7)
         attend_host = host_us(lambda: mtraining.attend(q, k, v, index), options.repeats)
-    index_host = host_us(lambda: mtraining.build_index(q, k, pattern=pattern), options.repeats)
     return {
         "case": "index on a GPU",
         "device": torch.cuda.get_device_name(),
+        "commit": os.environ.get("MTRAINING_COMMIT"),
+        "pattern": name,
         "seq_len": seq_len,
         "heads": [options.heads, options.kv_heads],
         "head_dim": options.head_dim,
-        "p": options.p,
         "density": round(index.density(), 4),
-        "columns": round(index.num_columns.float().mean().item(), 1),
-        "diagonals": round(index.num_diagonals.float().mean().item(), 1),
+        **chosen(index, options),
         "index_ms": round(index_ms, 4),
         "index_ms_range": [round(fastest, 4), round(slowest, 4)],
         "in_layer_ms": round(layer_ms, 4),
@@ -116,6 +122,17 @@ def measure(seq_len, pattern, options):
         "index_bytes": peak,
         "attend_ms": round(attend_ms, 3),
         "attend_host_us": round(attend_host, 1),
+    }
+
+
+def chosen(index, options):
+    """What the choice was, of patterns of diagonals and columns."""
+    if isinstance(index, mtraining.BlockIndex):
+        return {"bits_bytes": index.bits.nbytes, "list_capacity": index.capacity}
+    return {
+        "p": options.p,
+        "columns": round(index.num_columns.float().mean().item(), 1),
+        "diagonals": round(index.num_diagonals.float().mean().item(), 1),
     }
 
 
@@ -151,17 +168,28 @@ def main():
     parser.add_argument("--kv-heads", type=int, default=2)
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--p", type=float, default=0.9)
+    parser.add_argument(
+        "--pattern",
+        nargs="+",
+        choices=["vertical_slash", "xattention", "moba"],
+        default=["vertical_slash"],
+    )
     parser.add_argument("--max-columns", type=int, default=None)
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--profile", action="store_true", help="also the time of each kernel")
     options = parser.parse_args()
-    pattern = mtraining.VerticalSlash(
-        p_vertical=options.p, p_slash=options.p, max_columns=options.max_columns
-    )
+    patterns = {
+        "vertical_slash": mtraining.VerticalSlash(
+            p_vertical=options.p, p_slash=options.p, max_columns=options.max_columns
+        ),
+        "xattention": mtraining.XAttention(),
+        "moba": mtraining.Moba(),
+    }
     for seq_len in options.lengths:
-        print(json.dumps(measure(seq_len, pattern, options)), flush=True)
-        if options.profile:
-            print(json.dumps(profile(seq_len, pattern, options)), flush=True)
+        for name in options.pattern:
+            print(json.dumps(measure(seq_len, name, patterns[name], options)), flush=True)
+            if options.profile:
+                print(json.dumps(profile(seq_len, patterns[name], options)), flush=True)
 
 
 if __name__ == "__main__":

@@ -56,15 +56,14 @@ at::Tensor to_device(const at::Tensor& host, at::Device device) {
 }
 
 /// Real rows of all ranks in order, [B, N, heads, D].
-at::Tensor whole_sequence(RingContext::State& state, const at::Tensor& shard,
-                          comm::Communicator* group) {
-  const int64_t n = state.layout.seq_len();
-  if (group == nullptr) return shard.narrow(1, 0, n);
+at::Tensor whole_sequence(const BlockShard& from_rank, const at::Tensor& shard) {
+  const int64_t n = from_rank.seq_len;
+  if (from_rank.group == nullptr) return shard.narrow(1, 0, n);
   std::vector<int64_t> tokens, positions;
-  for (int64_t t = 0; t < std::ssize(state.positions); ++t) {
-    if (state.positions[t] >= n) continue;
+  for (int64_t t = 0; t < std::ssize(from_rank.positions); ++t) {
+    if (from_rank.positions[t] >= n) continue;
     tokens.push_back(t);
-    positions.push_back(state.positions[t]);
+    positions.push_back(from_rank.positions[t]);
   }
   const at::Tensor from = to_device(at::tensor(tokens, at::kLong), shard.device()),
                    to = to_device(at::tensor(positions, at::kLong), shard.device());
@@ -72,7 +71,7 @@ at::Tensor whole_sequence(RingContext::State& state, const at::Tensor& shard,
   at::Tensor whole =
       at::zeros({shard.size(0), n + n % 2, shard.size(2), shard.size(3)}, shard.options());
   whole.index_copy_(1, to, shard.index_select(1, from));
-  all_reduce(group, whole, comm::ElementType::kInt32);
+  all_reduce(from_rank.group, whole, comm::ElementType::kInt32);
   return whole.narrow(1, 0, n);
 }
 
@@ -90,16 +89,6 @@ at::Tensor products(const at::Tensor& a, const at::Tensor& b) {
   if (a.is_cuda() && (a.scalar_type() == at::kBFloat16 || a.scalar_type() == at::kHalf))
     return at::mm(a, b.t(), at::kFloat).to(at::kDouble);
   return at::mm(a.to(at::kDouble), b.to(at::kDouble).t());
-}
-
-/// bool [rows, columns], columns a multiple of 32, as bits: int32 [rows, columns / 32].
-at::Tensor packed(const at::Tensor& chosen) {
-  const at::TensorOptions ints = chosen.options().dtype(at::kInt);
-  const at::Tensor weights = at::ones({32}, ints).bitwise_left_shift(at::arange(32, ints));
-  return chosen.view({chosen.size(0), -1, 32})
-      .to(at::kInt)
-      .mul_(weights)
-      .sum({-1}, false, at::kInt);
 }
 
 int64_t padded(int64_t units) { return (units + 31) / 32 * 32; }
@@ -157,6 +146,15 @@ class XAttentionHead {
 
 }  // namespace
 
+at::Tensor packed_bits(const at::Tensor& chosen) {
+  const at::TensorOptions ints = chosen.options().dtype(at::kInt);
+  const at::Tensor weights = at::ones({32}, ints).bitwise_left_shift(at::arange(32, ints));
+  return chosen.view({chosen.size(0), -1, 32})
+      .to(at::kInt)
+      .mul_(weights)
+      .sum({-1}, false, at::kInt);
+}
+
 at::Tensor best_blocks(const at::Tensor& masses, const at::Tensor& sinks, int64_t first,
                        int64_t step, double threshold) {
   const int64_t rows = masses.size(0), key_blocks = masses.size(1);
@@ -180,20 +178,18 @@ at::Tensor best_blocks(const at::Tensor& masses, const at::Tensor& sinks, int64_
   return forced.scatter(-1, order, taken).logical_or(forced);
 }
 
-BlockChoice choose_xattention(RingContext::State& state, const at::Tensor& q, const at::Tensor& k,
+BlockChoice choose_xattention(const BlockShard& shard, const at::Tensor& q, const at::Tensor& k,
                               double softmax_scale, const at::Tensor& document_starts,
                               const pattern::XAttentionOptions& options) {
   pattern::check(options);
-  const int64_t n = state.layout.seq_len(), batch = q.size(0), heads = q.size(2);
+  const int64_t n = shard.seq_len, batch = q.size(0), heads = q.size(2);
   const int64_t shared = heads / k.size(2), stride = options.stride;
   const int64_t wide = options.block / kBlock, query_blocks = blocks_of(n, options.block);
-  comm::Communicator* const group = group_of(state, q.device());
-  const at::Tensor whole_q = whole_sequence(state, q, group),
-                   whole_k = whole_sequence(state, k, group);
+  const at::Tensor whole_q = whole_sequence(shard, q), whole_k = whole_sequence(shard, k);
   const double scale =
       (softmax_scale > 0 ? softmax_scale : 1 / std::sqrt(static_cast<double>(q.size(3)))) /
       static_cast<double>(stride);
-  const int64_t first = state.cp_rank, step = state.layout.cp_size();
+  const int64_t first = shard.cp_rank, step = shard.cp_size;
 
   BlockChoice choice;
   choice.sizes = {static_cast<int>(batch), static_cast<int>(heads), n};
@@ -225,25 +221,23 @@ BlockChoice choose_xattention(RingContext::State& state, const at::Tensor& q, co
                       step, options.threshold);
       chosen.slice(0, first, query_blocks, step).narrow(1, 0, query_blocks).copy_(own);
     }
-    all_reduce(group, chosen, comm::ElementType::kInt32);
-    choice.bits.select(0, r).copy_(packed(chosen));
+    all_reduce(shard.group, chosen, comm::ElementType::kInt32);
+    choice.bits.select(0, r).copy_(packed_bits(chosen));
   }
   return choice;
 }
 
-BlockChoice choose_moba(RingContext::State& state, const at::Tensor& q, const at::Tensor& k,
+BlockChoice choose_moba(const BlockShard& shard, const at::Tensor& q, const at::Tensor& k,
                         const at::Tensor& document_starts, const pattern::MobaOptions& options) {
   pattern::check(options);
-  const layout::Layout& layout = state.layout;
-  const int64_t n = layout.seq_len(), blocks = blocks_of(n), batch = q.size(0), heads = q.size(2),
+  const int64_t n = shard.seq_len, blocks = blocks_of(n), batch = q.size(0), heads = q.size(2),
                 kv_heads = k.size(2), dim = q.size(3);
   const int64_t per_chunk = options.chunk / kBlock, chunks = blocks_of(blocks, per_chunk);
-  comm::Communicator* const group = group_of(state, q.device());
   const at::TensorOptions longs = q.options().dtype(at::kLong);
 
   // This rank's blocks that hold real tokens, and where they are in the sequence.
   std::vector<int64_t> local, global;
-  const std::vector<int32_t>& starts = state.block_starts[state.cp_rank];
+  const std::span<const int32_t> starts = shard.block_starts;
   for (int64_t i = 0; i < std::ssize(starts); ++i) {
     if (starts[i] >= n) continue;
     local.push_back(i);
@@ -258,9 +252,9 @@ BlockChoice choose_moba(RingContext::State& state, const at::Tensor& q, const at
                                  .lt(real.unsqueeze(1))
                                  .view({1, own_blocks, kBlock, 1, 1});
   // [B, own blocks, heads, D] sums; padding may hold anything.
-  const auto sums = [&](const at::Tensor& shard) {
+  const auto sums = [&](const at::Tensor& rows) {
     return at::where(is_real,
-                     shard.reshape({batch, -1, kBlock, shard.size(2), dim})
+                     rows.reshape({batch, -1, kBlock, rows.size(2), dim})
                          .index_select(1, from)
                          .to(at::kDouble),
                      0.0)
@@ -268,7 +262,7 @@ BlockChoice choose_moba(RingContext::State& state, const at::Tensor& q, const at
   };
   at::Tensor key_sums = at::zeros({batch, blocks, kv_heads, dim}, longs.dtype(at::kDouble));
   key_sums.index_copy_(1, to, sums(k));
-  all_reduce(group, key_sums, comm::ElementType::kFloat64);
+  all_reduce(shard.group, key_sums, comm::ElementType::kFloat64);
   BlockChoice choice;
   choice.sizes = {static_cast<int>(batch), static_cast<int>(heads), n};
   choice.key_blocks_per_unit = per_chunk;
@@ -300,7 +294,7 @@ BlockChoice choose_moba(RingContext::State& state, const at::Tensor& q, const at
   const at::Tensor before = chunk.ge(first_chunk).logical_and(chunk.lt(own_chunk));
   at::Tensor fault =
       before.logical_and(at::isfinite(gates).logical_not()).any().to(at::kLong).view({1});
-  all_reduce(group, fault, comm::ElementType::kInt64, comm::ReduceOp::kMax);
+  all_reduce(shard.group, fault, comm::ElementType::kInt64, comm::ReduceOp::kMax);
   choice.refusals.push_back({1 - fault, 1, "q"});
   gates = gates.masked_fill(before.logical_not(), -INFINITY);
   const auto [gate, order] = gates.sort(/*stable=*/true, -1, /*descending=*/true);
@@ -315,10 +309,35 @@ BlockChoice choose_moba(RingContext::State& state, const at::Tensor& q, const at
     at::Tensor chosen = at::zeros({blocks, padded(chunks)}, longs.dtype(at::kByte));
     chosen.narrow(1, 0, chunks)
         .index_copy_(0, to, chosen_chunks[r / heads][r % heads].to(at::kByte));
-    all_reduce(group, chosen, comm::ElementType::kInt32);
-    choice.bits.select(0, r).copy_(packed(chosen));
+    all_reduce(shard.group, chosen, comm::ElementType::kInt32);
+    choice.bits.select(0, r).copy_(packed_bits(chosen));
   }
   return choice;
+}
+
+namespace {
+
+BlockShard shard_of(RingContext::State& state, at::Device device) {
+  return {.seq_len = state.layout.seq_len(),
+          .cp_rank = state.cp_rank,
+          .cp_size = state.layout.cp_size(),
+          .block_starts = state.block_starts[state.cp_rank],
+          .positions = state.positions,
+          .group = group_of(state, device)};
+}
+
+}  // namespace
+
+BlockChoice choose_xattention(RingContext::State& state, const at::Tensor& q, const at::Tensor& k,
+                              double softmax_scale, const at::Tensor& document_starts,
+                              const pattern::XAttentionOptions& options) {
+  return choose_xattention(shard_of(state, q.device()), q, k, softmax_scale, document_starts,
+                           options);
+}
+
+BlockChoice choose_moba(RingContext::State& state, const at::Tensor& q, const at::Tensor& k,
+                        const at::Tensor& document_starts, const pattern::MobaOptions& options) {
+  return choose_moba(shard_of(state, q.device()), q, k, document_starts, options);
 }
 
 void BlockChoice::Refusal::check(int64_t place) const {

@@ -9,6 +9,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <span>
 #include <vector>
 
 #include "mtraining/attention/ring_context.h"
@@ -40,8 +41,20 @@ struct BlockChoice {
 /// host_bits: the choice's bits in host memory.
 index::Index index_of(const BlockChoice& choice, const at::Tensor& host_bits);
 
-/// q [B, n, H, D], k [B, n, Hk, D]; document_starts [B, N] int32 on the CPU, or undefined. 16-bit inputs are multiplied as they are and
+/// A rank's part of the sequence, as a choice sees it.
+struct BlockShard {
+  int64_t seq_len = 0;
+  int cp_rank = 0, cp_size = 1;
+  std::span<const int32_t> block_starts;  ///< of this rank's blocks
+  std::span<const int64_t> positions;     ///< of its rows; one rank holds them in order
+  comm::Communicator* group = nullptr;    ///< for the memory of q and k; null: one rank
+};
+
+/// q [B, n, H, D], k [B, n, Hk, D], n a multiple of 64; document_starts [B, N] int32 on the CPU, or undefined. 16-bit inputs are multiplied as they are and
 /// summed in float32, others in float64. Cost: N^2 D / stride multiply-adds a head over all ranks; several ranks gather q and k.
+BlockChoice choose_xattention(const BlockShard& shard, const at::Tensor& q, const at::Tensor& k,
+                              double softmax_scale, const at::Tensor& document_starts,
+                              const pattern::XAttentionOptions& options);
 BlockChoice choose_xattention(RingContext::State& state, const at::Tensor& q, const at::Tensor& k,
                               double softmax_scale, const at::Tensor& document_starts,
                               const pattern::XAttentionOptions& options);
@@ -50,11 +63,16 @@ index::Index xattention_by_tensors(RingContext::State& state, const at::Tensor& 
                                    const at::Tensor& document_starts,
                                    const pattern::XAttentionOptions& options);
 /// Means and gates in float64.
+BlockChoice choose_moba(const BlockShard& shard, const at::Tensor& q, const at::Tensor& k,
+                        const at::Tensor& document_starts, const pattern::MobaOptions& options);
 BlockChoice choose_moba(RingContext::State& state, const at::Tensor& q, const at::Tensor& k,
                         const at::Tensor& document_starts, const pattern::MobaOptions& options);
 index::Index moba_by_tensors(RingContext::State& state, const at::Tensor& q, const at::Tensor& k,
                              const at::Tensor& document_starts,
                              const pattern::MobaOptions& options);
+
+/// bool [rows, columns], columns a multiple of 32, as bits: int32 [rows, columns / 32].
+at::Tensor packed_bits(const at::Tensor& chosen);
 
 /// The rule of pattern::best_blocks for query blocks `first`, `first + step`, ..: bool [R, KB] of int64 masses [R, KB], which are 0
 /// outside a row's [sink, own]. sinks int64 [R].

@@ -28,7 +28,12 @@ class Launch {
       : q_(inputs.q), k_(inputs.k), v_(inputs.v), threads_(at::get_num_threads()) {
     check_shapes(q_, k_, &v_);
     const int64_t batch = q_.size(0), seq_len = q_.size(1), heads = q_.size(2);
-    index_ = from_tensors(inputs.index, seq_len);
+    if (inputs.blocks.defined()) {
+      check_block_bits(inputs.blocks, batch, heads, seq_len, q_.device());
+      index_ = from_bits(inputs.blocks, seq_len);
+    } else {
+      index_ = from_tensors(inputs.index, seq_len);
+    }
     MT_CHECK_ARG(index_.batch == batch && index_.num_q_heads == heads, "index: expected B=", batch,
                  ", H=", heads, " as q has, got B=", index_.batch, ", H=", index_.num_q_heads);
     documents_ = checked_document_starts(inputs.document_starts, batch, seq_len);
@@ -97,6 +102,7 @@ void check_shapes(const at::Tensor& q, const at::Tensor& k, const at::Tensor* v)
   MT_CHECK_SUPPORTED(q.is_cpu() || q.is_cuda(),
                      "q: expected a tensor on the CPU or a GPU, got one on ", q.device());
   attention::kernel_dtype(q, "q");
+  attention::check_storage("q", q);
   MT_CHECK_ARG(k.dim() == 4, "k: expected [B=", q.size(0), ", S=", q.size(1), ", Hk, D=", q.size(3),
                "], got ", shape_text(k));
   const int64_t kv_heads = k.size(2);

@@ -1,6 +1,6 @@
 // Attend: sparse attention of whole sequences on one device, forward and backward, over a given index.
 //
-// In:   q, k, v, the tensors of an index. Out: out and lse; dq, dk, dv. Next: register.cc makes operators of them.
+// In:   q, k, v, the tensors of an index or the bits of blocks. Out: out and lse; dq, dk, dv. Next: register.cc makes operators of them.
 //
 // Shapes: q, dout, out [B, S, H, D], k, v [B, S, Hk, D] of one dtype (bf16, fp16, float32, float64), any strides, any S >= 1;
 // lse [B, H, S] float32 (float64 for float64); document_starts [B, S] int32 or undefined. Memory: the CPU's.
@@ -11,6 +11,7 @@
 
 #include <tuple>
 
+#include "mtraining/torch_ops/block_bits.h"
 #include "mtraining/torch_ops/index_tensors.h"
 
 namespace mtraining::torch_ops {
@@ -20,6 +21,7 @@ struct AttendInputs {
   IndexTensors index;
   at::Tensor document_starts;
   double softmax_scale = 0;  ///< 0: 1 / sqrt(head_dim)
+  BlockBits blocks = {};     ///< defined: in place of index
 };
 
 /// What forward gives and backward takes.

@@ -23,6 +23,8 @@
 #include "mtraining/layout/layout.h"
 #include "mtraining/pattern/device_choice.h"
 #include "mtraining/pattern/observation.h"
+#include "mtraining/torch_ops/block_lists.h"
+#include "mtraining/torch_ops/later_checks.h"
 
 namespace mtraining::torch_ops {
 namespace {
@@ -69,6 +71,7 @@ kernels::pattern_cuda::FaultReport* fault_report(at::Device device) {
 }
 /// Throws what an earlier call found, once.
 void throw_reported(at::Device device) {
+  check_what_came(device);
   volatile cuda::FaultReport* const report = fault_report(device);
   if (report->code == 0) return;
   cuda::FaultReport found = {};
@@ -197,28 +200,38 @@ class LaunchOnDevice {
     const int64_t batch = q_.size(0), seq_len = q_.size(1), heads = q_.size(2);
     const at::Device device = q_.device();
     throw_reported(device);
-    MT_CHECK_ARG(inputs.index.diagonals.dim() == 3 && inputs.index.diagonals.size(0) == batch &&
-                     inputs.index.diagonals.size(1) == heads,
-                 "index: expected B=", batch, ", H=", heads, " as q has, got ",
-                 attention::shape_text(inputs.index.diagonals));
+    const bool columns = !inputs.blocks.defined();
+    if (columns) {
+      const at::Tensor& diagonals = inputs.index.diagonals;
+      MT_CHECK_ARG(diagonals.dim() == 3 && diagonals.size(0) == batch && diagonals.size(1) == heads,
+                   "index: expected B=", batch, ", H=", heads, " as q has, got ",
+                   attention::shape_text(diagonals));
+    } else {
+      check_block_bits(inputs.blocks, batch, heads, seq_len, device);
+    }
     documents_ = shaped_document_starts(inputs.document_starts, batch, seq_len, device);
     kernels::Request request;
     request.direction = direction;
     request.device = kernels::current_cuda_device();
     request.dtype = attention::kernel_dtype(q_, "q");
     request.head_dim = q_.size(3);
-    request.columns = true;
+    request.columns = columns;
     backend_ = kernels::choose(request).backend;
     q_ = with_aligned_rows(q_);
     k_ = with_aligned_rows(k_);
     v_ = with_aligned_rows(v_);
     stream_ = current_stream(device);
 
-    lists_.emplace(inputs.index, batch, heads, seq_len, device);
-    int64_t capacity = lists_->column_capacity();
-    if (4 * batch * heads * capacity * q_.size(3) > kMaxGatherBytes)
-      capacity = std::clamp<int64_t>(lists_->num_columns().max().item<int32_t>(), 0, capacity);
-    lists_->read_for_launch(documents_, capacity, params_, source_);
+    if (columns) {
+      read_lists(inputs.index, batch, heads, seq_len);
+    } else {
+      check_starts_later();
+      blocks_ = lists_of_bits(inputs.blocks, seq_len,
+                              /*by_key=*/direction == kernels::Direction::kBackward);
+      source_.blocks = blocks_.lists;
+      source_.block_starts = params_.q_block_starts =
+          blocks_.block_starts.const_data_ptr<int32_t>();
+    }
     source_.k = const_view(k_);
     source_.v = const_view(v_);
     source_.num_keys = seq_len;
@@ -261,11 +274,31 @@ class LaunchOnDevice {
   void* stream() const { return stream_; }
 
  private:
+  /// As read_lists does beside an index.
+  void check_starts_later() const {
+    if (!documents_.defined()) return;
+    const int64_t seq_len = documents_.size(1);
+    const at::Tensor wrong =
+        documents_.lt(0).logical_or(documents_.gt(at::arange(seq_len, documents_.options())));
+    check_when_known(first_where(wrong, documents_), [seq_len](const int64_t* found) {
+      MT_CHECK_ARG(found[0] < 0, "document_starts[", found[0] / seq_len, ", ", found[0] % seq_len,
+                   "]: expected 0 .. ", found[0] % seq_len, ", got ", found[1]);
+    });
+  }
+  void read_lists(const IndexTensors& index, int64_t batch, int64_t heads, int64_t seq_len) {
+    lists_.emplace(index, batch, heads, seq_len, q_.device());
+    int64_t capacity = lists_->column_capacity();
+    if (4 * batch * heads * capacity * q_.size(3) > kMaxGatherBytes)
+      capacity = std::clamp<int64_t>(lists_->num_columns().max().item<int32_t>(), 0, capacity);
+    lists_->read_for_launch(documents_, capacity, params_, source_);
+  }
+
   c10::DeviceGuard guard_;
   at::Tensor q_, k_, v_, documents_;
   kernels::Backend backend_ = kernels::Backend::kRef;
   void* stream_ = nullptr;
   std::optional<ListsOnDevice> lists_;
+  BlockListsOnDevice blocks_;
   kernels::KeySource source_;
   kernels::AttentionParams params_;
 };

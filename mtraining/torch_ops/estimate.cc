@@ -19,12 +19,6 @@
 namespace mtraining::torch_ops {
 namespace {
 
-int checked_int(const char* key, int64_t value) {
-  MT_CHECK_ARG(value >= std::numeric_limits<int>::min() && value <= std::numeric_limits<int>::max(),
-               key, ": expected a number below 2^31, got ", value);
-  return static_cast<int>(value);
-}
-
 /// pattern/ takes shards of whole blocks. Zeros behind the last position are never looked at.
 at::Tensor padded_to_blocks(const at::Tensor& tensor, int64_t rows) {
   const at::Tensor whole = tensor.detach();
@@ -68,6 +62,12 @@ struct WholeSequence {
 };
 
 }  // namespace
+
+int checked_int(const char* key, int64_t value) {
+  MT_CHECK_ARG(value >= std::numeric_limits<int>::min() && value <= std::numeric_limits<int>::max(),
+               key, ": expected a number below 2^31, got ", value);
+  return static_cast<int>(value);
+}
 
 pattern::VerticalSlashOptions make_options(double p_vertical, double p_slash, int64_t last_q,
                                            std::string_view window, std::string_view slash_pooling,

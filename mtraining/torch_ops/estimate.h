@@ -18,6 +18,9 @@
 
 namespace mtraining::torch_ops {
 
+/// Errors: InvalidArgument naming the key.
+int checked_int(const char* key, int64_t value);
+
 /// The options as Python passes them: a keyword for each key. Checked.
 pattern::VerticalSlashOptions make_options(double p_vertical, double p_slash, int64_t last_q,
                                            std::string_view window, std::string_view slash_pooling,

@@ -2,7 +2,7 @@
 //
 // In:   loading this library. Out: schemas, kernels of the CPU and of a GPU where the build has them, shapes (Meta), gradients
 //       (Autograd), the class Ring.
-// Next: python/mtraining/ops.py and ring.py call them.
+// Next: python/mtraining/ops.py and ring.py call them; register_blocks.cc has the operators of single blocks.
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
@@ -18,6 +18,7 @@
 #include "mtraining/torch_ops/attend.h"
 #include "mtraining/torch_ops/errors.h"
 #include "mtraining/torch_ops/estimate.h"
+#include "mtraining/torch_ops/registration.h"
 #include "mtraining/torch_ops/ring.h"
 #ifdef MT_WITH_CUDA
 #include "mtraining/torch_ops/device_ops.h"
@@ -27,19 +28,11 @@ namespace mtraining::torch_ops {
 namespace {
 
 using at::Tensor;
-using MaybeTensor = std::optional<Tensor>;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-Tensor or_undefined(const MaybeTensor& tensor) { return tensor ? *tensor : Tensor(); }
-MaybeTensor or_none(const Tensor& tensor) {
-  return tensor.defined() ? MaybeTensor(tensor) : std::nullopt;
-}
-
 // ---------------------------------------------------------------- schemas as types
-using AttendResult = std::tuple<Tensor, Tensor, Tensor>;
 using Recalled = std::tuple<Tensor, Tensor>;
-using Gradients = std::tuple<Tensor, Tensor, Tensor>;
 using BuiltIndex = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 using AttendOp = AttendResult(const Tensor&, const Tensor&, const Tensor&, const Tensor&,
                               const Tensor&, const Tensor&, const Tensor&, const MaybeTensor&,
@@ -49,40 +42,14 @@ using AttendBackwardOp = Gradients(const Tensor&, const Tensor&, const Tensor&, 
                                    const Tensor&, const Tensor&, const Tensor&, const MaybeTensor&,
                                    double);
 
-template <typename Signature>
-auto op_named(const char* name) {
-  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
-}
-
-// ---------------------------------------------------------------- devices
-struct Named {
-  const char* name;
-  const Tensor& tensor;
-};
-
 /// The index of a call as its schema has it.
 struct GivenIndex {
   const Tensor &diagonals, &num_diagonals, &columns, &num_columns;
   IndexTensors tensors() const { return {diagonals, num_diagonals, columns, num_columns, {}, {}}; }
 };
 
-/// A call whose tensors lie on several devices reaches the kernels of one of them; none may read the others' memory.
-void check_devices(Named first, std::initializer_list<Named> others) {
-  in_python_terms([&] {
-    for (const Named& other : others) {
-      if (!other.tensor.defined()) continue;
-      MT_CHECK_ARG(other.tensor.device() == first.tensor.device(), other.name, ": expected device ",
-                   first.tensor.device(), " as ", first.name, ", got ", other.tensor.device());
-      MT_CHECK_ARG(other.tensor.layout() == at::kStrided, other.name,
-                   ": expected a strided tensor, got layout ", other.tensor.layout());
-    }
-    MT_CHECK_ARG(first.tensor.layout() == at::kStrided, first.name,
-                 ": expected a strided tensor, got layout ", first.tensor.layout());
-  });
-}
-
-void check_devices(Named first, std::initializer_list<Named> others, const GivenIndex& index,
-                   const MaybeTensor& document_starts) {
+void check_with_index(Named first, std::initializer_list<Named> others, const GivenIndex& index,
+                      const MaybeTensor& document_starts) {
   check_devices(first, others);
   check_devices(first, {{"diagonals", index.diagonals},
                         {"num_diagonals", index.num_diagonals},
@@ -118,7 +85,7 @@ AttendResult attend_op(const Tensor& q, const Tensor& k, const Tensor& v, const 
                        const Tensor& num_columns, const MaybeTensor& document_starts,
                        double softmax_scale) {
   const GivenIndex index{diagonals, num_diagonals, columns, num_columns};
-  check_devices({"q", q}, {{"k", k}, {"v", v}}, index, document_starts);
+  check_with_index({"q", q}, {{"k", k}, {"v", v}}, index, document_starts);
   return in_python_terms([&]() -> AttendResult {
     const Attended result =
         Where::attend({q, k, v, index.tensors(), or_undefined(document_starts), softmax_scale});
@@ -133,14 +100,14 @@ Gradients attend_backward_op(const Tensor& dout, const Tensor& q, const Tensor& 
                              const Tensor& columns, const Tensor& num_columns,
                              const MaybeTensor& document_starts, double softmax_scale) {
   const GivenIndex index{diagonals, num_diagonals, columns, num_columns};
-  check_devices({"q", q},
-                {{"k", k},
-                 {"v", v},
-                 {"dout", dout},
-                 {"out", out},
-                 {"lse", lse},
-                 {"out_residual", out_residual}},
-                index, document_starts);
+  check_with_index({"q", q},
+                   {{"k", k},
+                    {"v", v},
+                    {"dout", dout},
+                    {"out", out},
+                    {"lse", lse},
+                    {"out_residual", out_residual}},
+                   index, document_starts);
   return in_python_terms([&] {
     return Where::attend_backward(
         {q, k, v, index.tensors(), or_undefined(document_starts), softmax_scale}, dout,
@@ -173,7 +140,7 @@ Recalled recall_op(const Tensor& q, const Tensor& k, const Tensor& diagonals,
                    const MaybeTensor& document_starts, double softmax_scale, int64_t last_q,
                    std::string_view window, int64_t rows, int64_t seed) {
   const GivenIndex index{diagonals, num_diagonals, columns, num_columns};
-  check_devices({"q", q}, {{"k", k}}, index, document_starts);
+  check_with_index({"q", q}, {{"k", k}}, index, document_starts);
   return in_python_terms([&] {
     return Where::measure_recall(q, k, index.tensors(), or_undefined(document_starts),
                                  softmax_scale, recall_options(last_q, window, rows), seed);
@@ -185,7 +152,7 @@ Tensor index_mask_op(const Tensor& diagonals, const Tensor& num_diagonals, const
                      const Tensor& num_columns, const MaybeTensor& document_starts,
                      int64_t seq_len) {
   const GivenIndex index{diagonals, num_diagonals, columns, num_columns};
-  check_devices({"diagonals", diagonals}, {}, index, document_starts);
+  check_with_index({"diagonals", diagonals}, {}, index, document_starts);
   return in_python_terms(
       [&] { return Where::index_mask(index.tensors(), or_undefined(document_starts), seq_len); });
 }
@@ -194,7 +161,7 @@ template <typename Where>
 Tensor index_pairs_op(const Tensor& diagonals, const Tensor& num_diagonals, const Tensor& columns,
                       const Tensor& num_columns, int64_t seq_len) {
   const GivenIndex index{diagonals, num_diagonals, columns, num_columns};
-  check_devices({"diagonals", diagonals}, {}, index, {});
+  check_with_index({"diagonals", diagonals}, {}, index, {});
   return in_python_terms([&] { return Where::index_pairs(index.tensors(), seq_len); });
 }
 
@@ -209,23 +176,12 @@ void register_ops(torch::Library& m) {
 }
 
 // ---------------------------------------------------------------- shapes
-at::ScalarType state_of(const Tensor& q) {
-  return q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-}
-Tensor empty_as(const Tensor& tensor) {
-  return at::empty_symint(tensor.sym_sizes(), tensor.options());
-}
-
 AttendResult attend_meta(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& diagonals,
                          const Tensor& num_diagonals, const Tensor& columns,
                          const Tensor& num_columns, const MaybeTensor& document_starts, double) {
-  check_devices({"q", q}, {{"k", k}, {"v", v}}, {diagonals, num_diagonals, columns, num_columns},
-                document_starts);
-  TORCH_CHECK_VALUE(q.dim() == 4, "q: expected [B, S, H, D], got ", q.dim(), " dimensions");
-  const at::ScalarType held = state_of(q);
-  return {empty_as(q),
-          at::empty_symint({q.sym_size(0), q.sym_size(2), q.sym_size(1)}, q.options().dtype(held)),
-          held == q.scalar_type() ? at::empty({0}, q.options()) : empty_as(q)};
+  check_with_index({"q", q}, {{"k", k}, {"v", v}}, {diagonals, num_diagonals, columns, num_columns},
+                   document_starts);
+  return attended_shapes(q);
 }
 
 Gradients attend_backward_meta(const Tensor& dout, const Tensor& q, const Tensor& k,
@@ -234,14 +190,14 @@ Gradients attend_backward_meta(const Tensor& dout, const Tensor& q, const Tensor
                                const Tensor& num_diagonals, const Tensor& columns,
                                const Tensor& num_columns, const MaybeTensor& document_starts,
                                double) {
-  check_devices({"q", q},
-                {{"k", k},
-                 {"v", v},
-                 {"dout", dout},
-                 {"out", out},
-                 {"lse", lse},
-                 {"out_residual", out_residual}},
-                {diagonals, num_diagonals, columns, num_columns}, document_starts);
+  check_with_index({"q", q},
+                   {{"k", k},
+                    {"v", v},
+                    {"dout", dout},
+                    {"out", out},
+                    {"lse", lse},
+                    {"out_residual", out_residual}},
+                   {diagonals, num_diagonals, columns, num_columns}, document_starts);
   return {empty_as(q), empty_as(k), empty_as(v)};
 }
 
@@ -276,8 +232,8 @@ Recalled recall_meta(const Tensor& q, const Tensor& k, const Tensor& diagonals,
                      const Tensor& num_diagonals, const Tensor& columns, const Tensor& num_columns,
                      const MaybeTensor& document_starts, double, int64_t, std::string_view, int64_t,
                      int64_t) {
-  check_devices({"q", q}, {{"k", k}}, {diagonals, num_diagonals, columns, num_columns},
-                document_starts);
+  check_with_index({"q", q}, {{"k", k}}, {diagonals, num_diagonals, columns, num_columns},
+                   document_starts);
   const auto by_head = [&] {
     return at::empty_symint({q.sym_size(0), q.sym_size(2)}, q.options().dtype(at::kDouble));
   };
@@ -287,15 +243,16 @@ Recalled recall_meta(const Tensor& q, const Tensor& k, const Tensor& diagonals,
 Tensor index_mask_meta(const Tensor& diagonals, const Tensor& num_diagonals, const Tensor& columns,
                        const Tensor& num_columns, const MaybeTensor& document_starts,
                        c10::SymInt seq_len) {
-  check_devices({"diagonals", diagonals}, {}, {diagonals, num_diagonals, columns, num_columns},
-                document_starts);
+  check_with_index({"diagonals", diagonals}, {}, {diagonals, num_diagonals, columns, num_columns},
+                   document_starts);
   return at::empty_symint({diagonals.sym_size(0), diagonals.sym_size(1), seq_len, seq_len},
                           diagonals.options().dtype(at::kBool));
 }
 
 Tensor index_pairs_meta(const Tensor& diagonals, const Tensor& num_diagonals, const Tensor& columns,
                         const Tensor& num_columns, c10::SymInt) {
-  check_devices({"diagonals", diagonals}, {}, {diagonals, num_diagonals, columns, num_columns}, {});
+  check_with_index({"diagonals", diagonals}, {}, {diagonals, num_diagonals, columns, num_columns},
+                   {});
   return at::empty_symint({diagonals.sym_size(0), diagonals.sym_size(1)},
                           diagonals.options().dtype(at::kLong));
 }

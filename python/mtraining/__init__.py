@@ -12,7 +12,11 @@ import importlib
 _WHERE = {
     "VerticalSlash": "pattern",
     "Dense": "pattern",
+    "XAttention": "pattern",
+    "Moba": "pattern",
     "Index": "index",
+    "BlockIndex": "blocks",
+    "block_index": "blocks",
     "build_index": "ops",
     "attend": "ops",
     "sparse_attention": "ops",
@@ -21,7 +25,7 @@ _WHERE = {
     "unshard": "layout",
     "positions": "layout",
 }
-_MODULES = ("hf", "index", "layout", "library", "ops", "pattern", "ring")
+_MODULES = ("blocks", "hf", "index", "layout", "library", "ops", "pattern", "ring")
 
 __all__ = [*_WHERE, "hf"]
 

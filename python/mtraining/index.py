@@ -7,6 +7,14 @@ import torch
 from mtraining.library import ops
 
 
+def _check_int(name: str, given) -> None:
+    """Errors: ValueError unless it is an int of 64 bits. A compiled function's may be a symbol."""
+    if isinstance(given, bool) or not isinstance(given, (int, torch.SymInt)):
+        raise ValueError(f"{name}: expected an int, got {given!r}")
+    if not -(2**63) <= given < 2**63:
+        raise ValueError(f"{name}: expected an int of 64 bits, got {given}")
+
+
 @dataclasses.dataclass(frozen=True)
 class Index:
     """Block diagonals and columns of each sample and query head.
@@ -34,7 +42,14 @@ class Index:
     window: str = "last"
 
     def lists(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """diagonals, num_diagonals, columns, num_columns: what operators take."""
+        """diagonals, num_diagonals, columns, num_columns: what operators take. Errors: ValueError naming a field of another type."""
+        for name in ("diagonals", "num_diagonals", "columns", "num_columns"):
+            given = getattr(self, name)
+            if not isinstance(given, torch.Tensor):
+                raise ValueError(f"{name}: expected a tensor, got {type(given).__name__}")
+        _check_int("seq_len", self.seq_len)
+        if not isinstance(self.softmax_scale, (float, int)):
+            raise ValueError(f"softmax_scale: expected a number, got {self.softmax_scale!r}")
         return self.diagonals, self.num_diagonals, self.columns, self.num_columns
 
     def mask(self) -> torch.Tensor:
@@ -69,6 +84,10 @@ class Index:
         from mtraining.ops import check_tensors
 
         check_tensors(q=q, k=k)
+        for name, given in (("rows", rows), ("seed", seed), ("last_q", self.last_q)):
+            _check_int(name, given)
+        if not isinstance(self.window, str):
+            raise ValueError(f"window: expected a string, got {self.window!r}")
         return ops.recall(
             q.detach(),
             k.detach(),
@@ -87,27 +106,13 @@ class Index:
         Args: head, sample: which; path: a file to write (PNG, ..), or None. Returns: the matplotlib figure.
         Errors: ValueError where head or sample is out of range.
         """
-        batch, heads = self.num_diagonals.shape
-        if not (0 <= head < heads and 0 <= sample < batch):
-            raise ValueError(
-                f"plot: expected head 0 .. {heads - 1} and sample 0 .. {batch - 1}, got {head} and {sample}"
-            )
-        from matplotlib.figure import Figure
-
-        image = self._block_shares(head, sample)
-        figure = Figure(figsize=(5, 5), layout="constrained")
-        axes = figure.subplots()
-        extent = (0, self.seq_len, self.seq_len, 0)
-        axes.imshow(
-            image.numpy(), cmap="Blues", vmin=0, vmax=1, extent=extent, interpolation="nearest"
-        )
-        axes.set_xlabel("key position")
-        axes.set_ylabel("query position")
+        self.pairs()  # refuses lists that are none
+        _check_int("head", head)
+        _check_int("sample", sample)
+        check_place(head, sample, *self.num_diagonals.shape)
         count = int(self.num_diagonals[sample, head]), int(self.num_columns[sample, head])
-        axes.set_title(f"head {head}: {count[0]} diagonals, {count[1]} columns")
-        if path is not None:
-            figure.savefig(path)
-        return figure
+        title = f"head {head}: {count[0]} diagonals, {count[1]} columns"
+        return draw(self._block_shares(head, sample), self.seq_len, title, path)
 
     def _block_shares(self, head: int, sample: int) -> torch.Tensor:
         """float32 [NB, NB] by query block and key block; never S x S."""
@@ -119,3 +124,29 @@ class Index:
         chosen = self.diagonals[sample, head, : self.num_diagonals[sample, head]].long().cpu()
         image[torch.isin(distance, chosen)] = 1.0
         return image
+
+
+def check_place(head: int, sample: int, batch: int, heads: int) -> None:
+    """Errors: ValueError where head or sample is out of range."""
+    if not (0 <= head < heads and 0 <= sample < batch):
+        raise ValueError(
+            f"plot: expected head 0 .. {heads - 1} and sample 0 .. {batch - 1}, got {head} and {sample}"
+        )
+
+
+def draw(shares: torch.Tensor, seq_len: int, title: str, path):
+    """The figure of shares [N, N] on the CPU, by query block and key block; written to path where that is not None."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5, 5), layout="constrained")
+    axes = figure.subplots()
+    extent = (0, seq_len, seq_len, 0)
+    axes.imshow(
+        shares.numpy(), cmap="Blues", vmin=0, vmax=1, extent=extent, interpolation="nearest"
+    )
+    axes.set_xlabel("key position")
+    axes.set_ylabel("query position")
+    axes.set_title(title)
+    if path is not None:
+        figure.savefig(path)
+    return figure

@@ -1,11 +1,15 @@
 """Sparse attention on one device: choose an index, attend over it, differentiate through it."""
 
+import sys
+
 import torch
 
+from mtraining.blocks import BlockIndex, of_bits
 from mtraining.index import Index
 from mtraining.library import ops
-from mtraining.pattern import Dense, Pattern, checked
+from mtraining.pattern import Dense, Moba, Pattern, XAttention, checked
 
+_LARGEST = sys.float_info.max  # a longer int is no float
 # Asked once: a compiled function cannot ask.
 _BUILT_WITH_CUDA = torch._C._dispatch_has_kernel_for_dispatch_key("mtraining::attend", "CUDA")
 
@@ -17,18 +21,19 @@ def build_index(
     pattern: Pattern | None = None,
     softmax_scale: float | None = None,
     document_starts: torch.Tensor | None = None,
-) -> Index:
+) -> Index | BlockIndex:
     """Chooses which pairs to compute. No gradient flows through the choice.
 
     Args:
         q: [B, S, H, D]; k: [B, S, Hk, D], after rotary embedding; any strides, any S >= 1; bf16, fp16, float32, float64 on the
             CPU; bf16, fp16 with D 64 or 128 on a GPU. Query head h reads key/value head h // (H // Hk).
-        pattern: VerticalSlash or Dense; None: VerticalSlash().
+        pattern: VerticalSlash, Dense, XAttention or Moba; None: VerticalSlash().
         softmax_scale: None: 1 / sqrt(D).
         document_starts: int [B, S] or [S]: position of the first token of each token's document; None: one document.
 
-    Returns: an Index on q's device. Cost: 6 * last_q * S * D * H flops (4 on a GPU). On a GPU the host does not wait, except with
-    document_starts; values that are not finite are then not reported, they count as no attention.
+    Returns: an Index on q's device, a BlockIndex for XAttention and Moba (which take any D). Cost: 6 * last_q * S * D * H flops (4 on a
+    GPU), those patterns' as they say. On a GPU the host does not wait, except with document_starts, and for what block_index
+    waits for; values that are not finite are then not reported, they count as no attention.
     Errors: ValueError (shapes, dtypes, NaN or values from 2^50 on in k or in the observed rows of q), NotImplementedError
     (device, dtype), each naming the input, what was expected and got.
     Source: MTraining, arXiv 2510.18830, Algorithm 1.
@@ -47,17 +52,26 @@ def build_index(
                 f"document_starts: expected device {q.device} as q, got {documents.device}"
             )
         return _dense_index(q, documents, scale)
+    if isinstance(pattern, XAttention):
+        bits = ops.choose_xattention(q, k, documents, scale, *pattern.arguments())
+        unit = pattern.xattention_block // 64
+        return of_bits(bits, q.shape[1], unit, unit, documents, scale)
+    if isinstance(pattern, Moba):
+        bits = ops.choose_moba(q, k, documents, *pattern.arguments())
+        chunk = pattern.moba_chunk // 64
+        most = chunk * pattern.moba_top_k
+        return of_bits(bits, q.shape[1], 1, chunk, documents, scale, most)
     lists = ops.build_index(q, k, documents, scale, *pattern.arguments())
     return Index(q.shape[1], *lists, documents, scale, pattern.last_q, pattern.window)
 
 
 def attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, index: Index
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, index: Index | BlockIndex
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention over the pairs of an index. Differentiable in q, k and v; the index is a constant.
 
     Args: q [B, S, H, D], k, v [B, S, Hk, D], one dtype, any strides, D a multiple of 8 up
-    to 512; index: as build_index returns it, with its document_starts
+    to 512; index: as build_index or block_index returns it, with its document_starts
     and its softmax_scale.
 
     Returns: (out, lse): out [B, S, H, D] in q's dtype; lse [B, H, S] float32 (float64 for float64), natural logarithm, not
@@ -70,9 +84,9 @@ def attend(
     Source: MTraining, arXiv 2510.18830, section 3.2: the gradient is exactly as sparse as the attention.
     """
     check_tensors(q=q, k=k, v=v)
-    if not isinstance(index, Index):
+    if not isinstance(index, (Index, BlockIndex)):
         raise ValueError(
-            f"index: expected an Index, as build_index returns it, got {type(index).__name__}"
+            f"index: expected an Index, as build_index or block_index returns it, got {type(index).__name__}"
         )
     _check_device(q)
     if q.dim() != 4 or q.shape[1] != index.seq_len:
@@ -80,6 +94,9 @@ def attend(
             f"q: expected [B, S={index.seq_len}, H, D] as the index has it, got {list(q.shape)}"
         )
     documents, scale = index.document_starts, index.softmax_scale
+    if isinstance(index, BlockIndex):
+        units = index.query_unit, index.key_unit
+        return ops.attend_blocks(q, k, v, index.bits, *units, index.capacity, documents, scale)[:2]
     return ops.attend(q, k, v, *index.lists(), documents, scale)[:2]  # the third is for backward
 
 
@@ -116,22 +133,24 @@ def as_scale(softmax_scale: float | None) -> float:
     if softmax_scale is None:
         return 0.0
     # Not a check for float and int: a compiled function's numbers may be symbols.
-    if isinstance(softmax_scale, (bool, str, bytes, torch.Tensor)) or not hasattr(
-        softmax_scale, "__float__"
-    ):
+    sized = hasattr(softmax_scale, "__len__")  # text, arrays, tensors
+    if sized or isinstance(softmax_scale, bool) or not hasattr(softmax_scale, "__float__"):
         raise ValueError(f"softmax_scale: expected a positive number, got {softmax_scale!r}")
-    if not 0 < softmax_scale < float("inf"):
+    if not 0 < softmax_scale <= _LARGEST:
         raise ValueError(f"softmax_scale: expected a positive number, got {softmax_scale}")
     return float(softmax_scale)
 
 
 def check_tensors(**named) -> None:
-    """Errors: ValueError naming what is no tensor, or one without strides (sparse)."""
+    """Errors: ValueError naming what is no tensor, or one without strides (sparse, nested) or plain numbers (quantized)."""
     for name, given in named.items():
         if not isinstance(given, torch.Tensor):
             raise ValueError(f"{name}: expected a tensor, got {type(given).__name__}")
         if given.layout != torch.strided:
             raise ValueError(f"{name}: expected a strided tensor, got layout {given.layout}")
+        if given.is_nested or given.is_quantized:
+            kind = "nested" if given.is_nested else "quantized"
+            raise ValueError(f"{name}: expected a plain tensor, got a {kind} one")
 
 
 def as_document_starts(given, batch: int, seq_len: int) -> torch.Tensor | None:
@@ -145,6 +164,8 @@ def as_document_starts(given, batch: int, seq_len: int) -> torch.Tensor | None:
         raise ValueError(
             f"document_starts: expected [B={batch}, S={seq_len}], got {list(given.shape)}"
         )
+    if given.dtype == torch.int64:
+        given = given.clamp(-1, 2**31 - 1)  # out of range on either side stays so, and is named
     return given.to(torch.int32).expand(batch, seq_len)
 
 

@@ -54,6 +54,8 @@ class VerticalSlash:
             wanted = _KINDS[field.type]
             if isinstance(value, bool) or not isinstance(value, wanted):
                 raise ValueError(f"{field.name}: expected {_SAID[field.type]}, got {value!r}")
+            if isinstance(value, int) and abs(value) >= 2**63:
+                raise ValueError(f"{field.name}: expected a number below 2^63, got a larger one")
         from mtraining.library import ops
 
         ops.check_pattern(*self.arguments())
@@ -77,6 +79,59 @@ class VerticalSlash:
         )
 
 
+@dataclasses.dataclass(frozen=True)
+class XAttention:
+    """Blocks chosen one by one for each query head, from all of q and k: scores of groups of tokens along antidiagonals. A baseline.
+
+    Args:
+        xattention_block: tokens of a block that is chosen or not; a multiple of 64 and of the stride.
+        xattention_stride: tokens of a group.
+        xattention_threshold: share in [0, 1] of the estimated attention that the chosen blocks of a query block hold. Its own block and the
+            first one of its document are always chosen.
+
+    Cost of the choice: S^2 D / stride multiply-adds a head. Errors: ValueError naming the keyword, its range and the value.
+    """
+
+    xattention_block: int = 128
+    xattention_stride: int = 16
+    xattention_threshold: float = 0.9
+
+    def __post_init__(self):
+        _check_types(self)
+        from mtraining.library import ops
+
+        ops.check_xattention(*self.arguments())
+
+    def arguments(self) -> tuple:
+        """The values in the order of the operators' arguments."""
+        return self.xattention_block, self.xattention_stride, self.xattention_threshold
+
+
+@dataclasses.dataclass(frozen=True)
+class Moba:
+    """Chunks of keys chosen for each 64 queries and query head by (mean of q) . (mean of the chunk's k). A baseline.
+
+    Args:
+        moba_chunk: tokens of a chunk, a multiple of 64.
+        moba_top_k: chunks of a query block, its own (up to itself, always on) counted.
+
+    Errors: ValueError naming the keyword, its range and the value.
+    """
+
+    moba_chunk: int = 4096
+    moba_top_k: int = 12
+
+    def __post_init__(self):
+        _check_types(self)
+        from mtraining.library import ops
+
+        ops.check_moba(*self.arguments())
+
+    def arguments(self) -> tuple:
+        """The values in the order of the operators' arguments."""
+        return self.moba_chunk, self.moba_top_k
+
+
 _KINDS = {
     float: (int, float),
     int: (int,),
@@ -85,15 +140,23 @@ _KINDS = {
 }
 _SAID = {float: "a number", int: "an int", str: "a string", int | None: "an int or None"}
 
-Pattern = Dense | VerticalSlash
+Pattern = Dense | VerticalSlash | XAttention | Moba
 
 
 def checked(pattern) -> Pattern:
     """The pattern itself; None is VerticalSlash(). Errors: ValueError naming what was got."""
     if pattern is None:
         return VerticalSlash()
-    if isinstance(pattern, (Dense, VerticalSlash)):
+    if isinstance(pattern, (Dense, VerticalSlash, XAttention, Moba)):
         return pattern
     raise ValueError(
-        f"pattern: expected mtraining.VerticalSlash(...) or mtraining.Dense(), got {pattern!r}"
+        f"pattern: expected mtraining.VerticalSlash(...), XAttention(...), Moba(...) or Dense(), got {pattern!r}"
     )
+
+
+def _check_types(pattern) -> None:
+    """Errors: ValueError naming a keyword whose value is of another type than its own."""
+    for field in dataclasses.fields(pattern):
+        value = getattr(pattern, field.name)
+        if isinstance(value, bool) or not isinstance(value, _KINDS[field.type]):
+            raise ValueError(f"{field.name}: expected {_SAID[field.type]}, got {value!r}")

@@ -16,7 +16,7 @@ from mtraining import library as _library  # noqa: F401 registers torch.classes.
 from mtraining.index import Index
 from mtraining.layout import Ranks, ranks_of
 from mtraining.ops import as_document_starts, as_scale, check_tensors
-from mtraining.pattern import Dense, Pattern, checked
+from mtraining.pattern import Dense, Pattern, VerticalSlash, checked
 
 # Rings that one group keeps open: each holds communicators, threads and buffers of its own.
 MAX_OPEN_RINGS = 8
@@ -128,6 +128,10 @@ def ring_attention(
         document_starts = index.document_starts if document_starts is None else document_starts
     replayed = index is not None and softmax_scale is None
     scale = index.softmax_scale if replayed else as_scale(softmax_scale)
+    if not isinstance(pattern, (Dense, VerticalSlash)):
+        raise NotImplementedError(
+            f"pattern: expected VerticalSlash or Dense over ranks, got {type(pattern).__name__}"
+        )
     if group is not None and device_mesh is not None:
         raise ValueError("ring_attention: expected group or device_mesh, got both")
     ranks = ranks_of(device_mesh if device_mesh is not None else group)

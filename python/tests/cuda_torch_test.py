@@ -11,7 +11,13 @@ import pytest
 import torch
 
 import mtraining
-from python.tests.operator_samples import NAMES, PATTERN, operator_samples
+from python.tests.operator_samples import (
+    BLOCK_NAMES,
+    NAMES,
+    PATTERN,
+    block_samples,
+    operator_samples,
+)
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 from dense_reference import structured  # noqa: E402
@@ -22,10 +28,11 @@ pytestmark = pytest.mark.cuda
 EVERY_PAIR = mtraining.VerticalSlash(p_vertical=1.0, p_slash=1.0, dense_threshold=1.0)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", NAMES + BLOCK_NAMES)
 def test_opcheck(name):
     operator = getattr(mtraining.library.ops, name).default
-    for arguments in operator_samples(name, "cuda", 200, 64, torch.float16):
+    samples = block_samples if name in BLOCK_NAMES else operator_samples
+    for arguments in samples(name, "cuda", 200, 64, torch.float16):
         results = torch.library.opcheck(operator, arguments)
         assert set(results.values()) == {"SUCCESS"}, results
 

@@ -3,9 +3,19 @@
 import torch
 
 import mtraining
+from python.tests.block_cases import as_lists, random_blocks
 from python.tests.dense_reference import structured
 
 NAMES = ("build_index", "attend", "attend_backward", "recall", "index_mask", "index_pairs")
+BLOCK_NAMES = (
+    "attend_blocks",
+    "attend_blocks_backward",
+    "block_bits_of_mask",
+    "block_bits_of_lists",
+    "longest_block_list",
+    "choose_xattention",
+    "choose_moba",
+)
 PATTERN = mtraining.VerticalSlash(p_vertical=0.3, p_slash=0.3, dense_threshold=1.0)
 CAPPED = mtraining.VerticalSlash(max_columns=9, sink_tokens=4)
 
@@ -44,3 +54,33 @@ def operator_samples(name: str, device: str, length: int, head_dim: int, plain: 
             attended = [x.detach() for x in ops.attend(*attend)]
             grad = torch.randn(q.shape).to(q)
             yield (grad, *(x.detach() for x in (q, k, v)), *attended, *lists, starts, 0.0)
+
+
+def block_samples(name: str, device: str, length: int, head_dim: int, plain: torch.dtype):
+    """The same of the operators of single blocks: blocks of 64 without documents in `plain`, of 128 with them in bf16."""
+    ops = mtraining.library.ops
+    positions = torch.arange(length, dtype=torch.int32, device=device)
+    documents = (positions // 40 * 40).expand(2, length).contiguous()
+    for starts, size, dtype in ((None, 64, plain), (documents, 128, torch.bfloat16)):
+        q, k, v = (x.to(device) for x in structured(2, length, 4, 2, head_dim, dtype=dtype))
+        mask = random_blocks(2, 4, length, size)
+        bits, unit = ops.block_bits_of_mask(mask.to(device)), size // 64
+        if name == "block_bits_of_mask":
+            yield (mask.to(device),)
+        elif name == "block_bits_of_lists":
+            yield tuple(x.to(device) for x in as_lists(mask))
+        elif name == "longest_block_list":
+            yield (bits, unit, unit, length)
+        elif name == "choose_xattention":
+            yield (q, k, starts, 0.0, 64, 16, 0.9)
+        elif name == "choose_moba":
+            yield (q, k, starts, 64, 2)
+        else:
+            q, k, v = (x.detach().clone().requires_grad_() for x in (q, k, v))
+            attend = (q, k, v, bits, unit, unit, 10**4, starts, 0.0)
+            if name == "attend_blocks":
+                yield attend
+                continue
+            attended = [x.detach() for x in ops.attend_blocks(*attend)]
+            grad = torch.randn(q.shape).to(q)
+            yield (grad, *(x.detach() for x in (q, k, v)), *attended, *attend[3:])

@@ -7,16 +7,24 @@ import pytest
 import torch
 
 import mtraining
-from python.tests.operator_samples import CAPPED, NAMES, PATTERN, operator_samples
+from python.tests.operator_samples import (
+    BLOCK_NAMES,
+    CAPPED,
+    NAMES,
+    PATTERN,
+    block_samples,
+    operator_samples,
+)
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 from dense_reference import structured  # noqa: E402
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", NAMES + BLOCK_NAMES)
 def test_opcheck(name):
     operator = getattr(mtraining.library.ops, name).default
-    for arguments in operator_samples(name, "cpu", 100, 16, torch.float32):
+    samples = block_samples if name in BLOCK_NAMES else operator_samples
+    for arguments in samples(name, "cpu", 100, 16, torch.float32):
         results = torch.library.opcheck(operator, arguments)
         assert set(results.values()) == {"SUCCESS"}, results
 

@@ -1,5 +1,7 @@
 #include <cuda_runtime.h>
 
+#include <limits>
+
 #include "mtraining/base/check.h"
 #include "mtraining/kernels/lists_cuda/expand.h"
 
@@ -41,9 +43,10 @@ __global__ void __launch_bounds__(kThreads) count(const ChosenBlocks p, int64_t*
   }
 }
 
-/// A block a row: counts become begins; the row's sum goes to `longest`, where that is given.
+/// A block a row: counts become begins, none more than `room` after the row's; the row's sum goes to `longest`, where that is given.
 __global__ void __launch_bounds__(kScanThreads)
-    scan(int64_t num_q_blocks, int64_t capacity, int64_t* row_begin, int32_t* longest) {
+    scan(int64_t num_q_blocks, int64_t capacity, int64_t room, int64_t* row_begin,
+         int32_t* longest) {
   __shared__ int32_t of_warp[32];
   const int64_t row = blockIdx.x;
   int64_t* mine = row_begin + row * (num_q_blocks + 1);
@@ -63,7 +66,7 @@ __global__ void __launch_bounds__(kScanThreads)
       if (w < warp) sum += of_warp[w];
       all += of_warp[w];
     }
-    if (q < num_q_blocks) mine[q + 1] = before + sum;
+    if (q < num_q_blocks) mine[q + 1] = min(before + sum, row * capacity + room);
     before += all;
     __syncthreads();
   }
@@ -80,9 +83,10 @@ __global__ void __launch_bounds__(kThreads)
        i < p.rows * p.num_q_blocks; i += warps) {
     const int64_t row = i / p.num_q_blocks, q = i % p.num_q_blocks;
     int64_t at = row_begin[row * (p.num_q_blocks + 1) + q];
+    const int64_t end = row_begin[row * (p.num_q_blocks + 1) + q + 1];
     walk(p, row, q, [&](uint32_t votes, int64_t first) {
-      if ((votes >> lane & 1) != 0)
-        key_blocks[at + __popc(votes & ((1u << lane) - 1))] = static_cast<int32_t>(first) + lane;
+      const int64_t to = at + __popc(votes & ((1u << lane) - 1));
+      if ((votes >> lane & 1) != 0 && to < end) key_blocks[to] = static_cast<int32_t>(first) + lane;
       at += __popc(votes);
     });
   }
@@ -102,12 +106,12 @@ unsigned walkers(const ChosenBlocks& p) {
   return static_cast<unsigned>(blocks < 8192 ? blocks : 8192);
 }
 
-void count_and_scan(const ChosenBlocks& p, int64_t capacity, int64_t* row_begin, int32_t* longest,
-                    cudaStream_t stream) {
+void count_and_scan(const ChosenBlocks& p, int64_t capacity, int64_t room, int64_t* row_begin,
+                    int32_t* longest, cudaStream_t stream) {
   MT_CHECK_ARG(row_begin != nullptr, "block lists: expected row_begin, got null");
   if (const unsigned blocks = walkers(p); blocks > 0)
     count<<<blocks, kThreads, 0, stream>>>(p, row_begin);
-  scan<<<static_cast<unsigned>(p.rows), kScanThreads, 0, stream>>>(p.num_q_blocks, capacity,
+  scan<<<static_cast<unsigned>(p.rows), kScanThreads, 0, stream>>>(p.num_q_blocks, capacity, room,
                                                                    row_begin, longest);
 }
 
@@ -122,7 +126,8 @@ void expand_lists(const ExpandParams& params) {
   const unsigned blocks = walkers(params.chosen);
   if (params.chosen.rows == 0) return;
   const auto stream = static_cast<cudaStream_t>(params.stream);
-  count_and_scan(params.chosen, params.capacity, params.row_begin, nullptr, stream);
+  count_and_scan(params.chosen, params.capacity, params.capacity, params.row_begin, params.longest,
+                 stream);
   if (blocks > 0)
     fill<<<blocks, kThreads, 0, stream>>>(params.chosen, params.row_begin, params.key_blocks);
   check_launches();
@@ -132,7 +137,8 @@ void longest_row(const ChosenBlocks& chosen, int64_t* row_begin, int32_t* longes
   MT_CHECK_ARG(longest != nullptr, "block lists: expected memory of the longest row, got null");
   walkers(chosen);
   if (chosen.rows == 0) return;
-  count_and_scan(chosen, 0, row_begin, longest, static_cast<cudaStream_t>(stream));
+  count_and_scan(chosen, 0, std::numeric_limits<int32_t>::max(), row_begin, longest,
+                 static_cast<cudaStream_t>(stream));
   check_launches();
 }
 

@@ -27,9 +27,11 @@ struct ChosenBlocks {
 
 struct ExpandParams {
   ChosenBlocks chosen;
-  int64_t capacity = 0;           // of a row's list: no less than longest_row finds
+  int64_t capacity =
+      0;  // of a row's list: what longest_row finds, or more; what has no room is left out
   int64_t* row_begin = nullptr;   // [rows, num_q_blocks + 1]
   int32_t* key_blocks = nullptr;  // [rows, capacity]
+  int32_t* longest = nullptr;     // as longest_row's; or null
   void* stream = nullptr;
 };
 void expand_lists(const ExpandParams& params);
