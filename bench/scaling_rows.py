@@ -135,6 +135,8 @@ def link_ms(row: dict, backward: bool) -> tuple[float, float]:
     hops = world - 1 if flat else nodes - 1
     last = (world - 1) % row["launch_shards"] or row["launch_shards"]
     share = last / world if flat else 1 / nodes
+    if flat and row["launch_shards"] >= world:  # one launch, of all
+        share = 1.0
     sent = hops * kv_bytes
     if backward:  # gradients, float32, make a hop more
         sent += (hops + 1) * 2 * kv_bytes

@@ -47,7 +47,7 @@ struct RingOptions {
   int ring_stride = 1;
   int prefetch_steps = 2;
   /// Arrived shards that a launch takes on a flat or inner ring; 0: one on the CPU; on a GPU, where every launch reads and writes the
-  /// state and fills the device anew, the own shard and then half of the others.
+  /// state and fills the device anew, the own shard and then half of the others, or both of two ranks of a node at once.
   int launch_shards = 0;
   ColumnMode columns = ColumnMode::kOnce;
   GradientTransport gradient_transport = GradientTransport::kFloat32;

@@ -173,19 +173,21 @@ struct Ring {
   int source(int hops) const { return member(place - hops * stride % size); }
 };
 
-/// Which steps of a ring share a launch.
+/// Which steps of a ring share a launch: the first one has its own, or, `together`, all have one.
 class Launches {
  public:
-  Launches(int ring_size, int launch_shards) : size_(ring_size), shards_(launch_shards) {}
-  int count() const { return 1 + (size_ - 1 + shards_ - 1) / shards_; }
+  Launches(int ring_size, int launch_shards, bool together)
+      : size_(ring_size), shards_(launch_shards), together_(together) {}
+  int count() const { return together_ ? 1 : 1 + (size_ - 1 + shards_ - 1) / shards_; }
   int begin(int launch) const { return launch == 0 ? 0 : 1 + (launch - 1) * shards_; }
-  int end(int launch) const { return std::min(size_, begin(launch + 1)); }
-  int of_step(int step) const { return (step + shards_ - 1) / shards_; }
+  int end(int launch) const { return together_ ? size_ : std::min(size_, begin(launch + 1)); }
+  int of_step(int step) const { return together_ ? 0 : (step + shards_ - 1) / shards_; }
   /// Of the steps after the first one, in any `launches` launches that follow one another.
   int most_steps(int launches) const { return std::min(launches * shards_, size_ - 1); }
 
  private:
   int size_, shards_;
+  bool together_;
 };
 
 /// K and V around one ring, the transfers of prefetch_steps launches ahead of the launch that waits for them.
@@ -259,6 +261,16 @@ class GradRing {
     builder_.exchange(channel_, ring_.next(), slot, ring_.previous(), landing);
     return landing;
   }
+  /// The hops after a launch of all steps. Every sum begins one rank after its shard's own, which adds the last part: one hop fewer.
+  /// Returns where the own shard's is.
+  int after_all() {
+    for (int step = 1; step < ring_.size; ++step) {
+      if (step > 1) builder_.add_grad(channel_, computed_[step], received_);
+      builder_.exchange(channel_, ring_.next(), computed_[step], ring_.previous(), received_);
+    }
+    if (ring_.size > 1) builder_.add_grad(channel_, computed_[0], received_);
+    return computed_[0];
+  }
 
  private:
   ScheduleBuilder& builder_;
@@ -273,7 +285,7 @@ enum class Direction { kForward, kBackward };
 Schedule single_ring(const Ring& ring, Channel kv_channel, Channel grad_channel, int prefetch_steps,
                      int launch_shards, bool steps_are_outer, Direction direction) {
   ScheduleBuilder builder;
-  const Launches launches(ring.size, launch_shards);
+  const Launches launches(ring.size, launch_shards, launch_shards >= ring.size);
   KvRing kv(builder, ring, kv_channel, launches, prefetch_steps);
   std::optional<GradRing> grad;
   if (direction == Direction::kBackward)
@@ -291,6 +303,8 @@ Schedule single_ring(const Ring& ring, Channel kv_channel, Channel grad_channel,
                          .grad_slot = grad ? grad->before_launch(step) : -1});
     }
     builder.launch(std::move(sources));
+    if (grad && launches.count() == 1) home = grad->after_all();
+    if (launches.count() == 1) break;
     for (int step = launches.begin(launch); grad && step < launches.end(launch); ++step)
       home = grad->after_launch(step);
   }
@@ -358,7 +372,7 @@ Schedule hierarchical_ring(const topology::Topology& topology, int cp_rank, int 
       .size = ranks, .place = local_rank, .first = topology.cp_rank(topology.node(cp_rank), 0)};
   ScheduleBuilder builder;
   OuterRing outer(builder, outer_ring, direction);
-  const Launches launches(ranks, launch_shards);
+  const Launches launches(ranks, launch_shards, false);
   KvRing kv(builder, inner_ring, Channel::kInnerKv, launches, prefetch_steps);
   std::optional<GradRing> grad;
   if (direction == Direction::kBackward)
@@ -475,6 +489,7 @@ Schedule make_schedule(const ScheduleOptions& options, int cp_rank, Direction di
 
 int chosen_launch_shards(RingKind ring, const topology::Topology& topology, bool on_gpu) {
   if (!on_gpu) return 1;
+  if (ring == RingKind::kFlat && topology.nodes == 1 && topology.ranks_per_node == 2) return 2;
   const bool one_ring = ring == RingKind::kFlat || topology.ranks_per_node == 1;
   return std::max(1, (one_ring ? topology.cp_size() : topology.ranks_per_node) / 2);
 }

@@ -111,7 +111,8 @@ struct ScheduleOptions {
 };
 
 /// launch_shards where nobody gives it: one on the CPU. On a GPU, where every launch reads and writes the state and fills the device
-/// anew, half of the ring's shards: the own one, then the others in two launches.
+/// anew, half of the ring's shards: the own one, then the others in two launches. Two ranks of a node: both at once, as the link between
+/// them is quicker than a launch is dear.
 int chosen_launch_shards(RingKind ring, const topology::Topology& topology, bool on_gpu);
 
 /// Shapes: flat and inner ring have launches of one source, W of them, or of up to launch_shards; inner
@@ -119,7 +120,7 @@ int chosen_launch_shards(RingKind ring, const topology::Topology& topology, bool
 /// gets lists that match pairwise. A hierarchical ring over 1xL or Lx1 with one rank a node is one
 /// ring on the inner or outer channels.
 Schedule forward_schedule(const ScheduleOptions& options, int cp_rank);
-/// As forward, plus gradients: flat (dk, dv) make W hops; hierarchical: L inner hops or one
+/// As forward, plus gradients: flat (dk, dv) make W hops, or W - 1 after a launch of all shards; hierarchical: L inner hops or one
 /// reduce-scatter an outer step, starting from zero, and `nodes` outer hops (none with one node).
 /// With cp_size 1: one launch, grad slot 0 is home.
 Schedule backward_schedule(const ScheduleOptions& options, int cp_rank);
