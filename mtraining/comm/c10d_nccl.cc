@@ -195,23 +195,31 @@ class NcclCommunicator : public Communicator, public Breakable {
 
 namespace {
 
-/// While it lives groups are made that, when a transfer times out, are aborted, so that the device and whoever waits for it go on and
-/// the next call fails with the cause; by default torch ends the process, without a word to the others. Read from the environment when
-/// a group is made; what the user has set stays.
+/// While it lives groups are made that, when a transfer times out, are aborted at once, so that the device and whoever waits for it go on
+/// and the next call fails with the cause; by default torch first waits a minute for a record of calls, which nobody keeps unless
+/// asked to, and then ends the process, without a word to the others. Read from the environment when a group is made; what the user
+/// has set stays.
 class AbortOnTimeout {
  public:
-  AbortOnTimeout() : set_(std::getenv(kName) == nullptr) {
-    if (set_) ::setenv(kName, "2", 0);
+  AbortOnTimeout() {
+    set("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2");
+    if (std::getenv("TORCH_NCCL_TRACE_BUFFER_SIZE") == nullptr &&
+        std::getenv("TORCH_FR_BUFFER_SIZE") == nullptr)
+      set("TORCH_NCCL_DUMP_ON_TIMEOUT", "0");
   }
   ~AbortOnTimeout() {
-    if (set_) ::unsetenv(kName);
+    for (const char* name : set_) ::unsetenv(name);
   }
   AbortOnTimeout(const AbortOnTimeout&) = delete;
   AbortOnTimeout& operator=(const AbortOnTimeout&) = delete;
 
  private:
-  static constexpr const char* kName = "TORCH_NCCL_ASYNC_ERROR_HANDLING";
-  bool set_;
+  void set(const char* name, const char* value) {
+    if (std::getenv(name) != nullptr) return;
+    ::setenv(name, value, 0);
+    set_.push_back(name);
+  }
+  std::vector<const char*> set_;
 };
 
 /// A group of one rank: what it sends is its own, so that opening it takes no time, and no memory of NCCL's.
