@@ -333,8 +333,9 @@ BackwardResult ring_backward(RingContext::State& state, IndexPlan& plan, RingCal
     kernels::BackwardParams params;
     fill(params, {}, false);
     compute_delta(launcher.backend(), params, saved, delta);
-    // One launch over one shard: nothing is added to dq afterwards.
-    rounds_dq = held != dtype && state.layout.cp_size() == 1 &&
+    // One launch has all shards, and their columns: nothing is added to dq afterwards.
+    params.num_sources = state.layout.cp_size();
+    rounds_dq = held != dtype && ring::num_launches(state.backward) == 1 &&
                 kernels::rounds_dq(launcher.backend(), params);
   }
   saved = {};
