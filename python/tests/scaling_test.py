@@ -31,11 +31,11 @@ for variant in variants:
         if what == "fail":
             if os.environ["RANK"] == "1":
                 sys.exit("mtraining: error: this one cannot be had")
-            time.sleep(600)  # it waits for the rank that failed
+            time.sleep(60)  # it waits for the rank that failed
         if what == "hang":
-            child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+            child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
             open(os.environ["PIDS"], "a").write(f"{{os.getpid()}} {{child.pid}} ")
-            time.sleep(600)
+            time.sleep(60)
     if os.environ.get("RANK", "0") == "0":
         flags = dict(word.split("=") for word in variant.split(","))
         row = {{"case": "ring", "pattern": "dense", "seq_len": seq_len, "topology": topology, "fwd_ms": 1.0, "bwd_ms": 3.0,
@@ -214,6 +214,8 @@ def test_the_last_measured_row_stands_and_steps_stand_for_a_train_case_that_was_
     assert kept["case"] == "train"
     (kept,) = rows_of_runs.latest([whole, {**two[0], "commit": "b"}, {**ended, "commit": "b"}])
     assert kept["commit"] == "b" and kept["train_step"] == 1
+    (kept,) = rows_of_runs.latest([whole, two[0], ended])  # measured again, and ended
+    assert kept["case"] == "train" and "why" not in kept
     other = {**whole, "host": {"gpus": 2, "gpu": "H100"}}
     assert len(rows_of_runs.latest([whole, other])) == 2
 
