@@ -1,6 +1,5 @@
 #include "bench/attention_bench.h"
 
-#include <cmath>
 #include <memory>
 
 #include "mtraining/base/check.h"
@@ -10,8 +9,6 @@ namespace mtraining::bench {
 namespace {
 
 constexpr const char* kPeer = "torch sdpa";
-
-double rounded(double value) { return std::round(value * 1000) / 1000; }
 
 Json spread_json(const Spread& s) {
   return {{"median", rounded(s.median)}, {"min", rounded(s.min)}, {"max", rounded(s.max)}};
@@ -95,7 +92,7 @@ std::vector<AttentionRow> bench_attention(const AttentionBenchOptions& options,
     AttentionRow row = blank;
     row.pattern = c.pattern;
     row.pairs = launches.back()->pairs();
-    row.more["density"] = std::round(index::density(c.index) * 1e5) / 1e5;
+    row.more["density"] = rounded(index::density(c.index), 5);
     if (place.cp_size > 1) {
       row.more["layout"] = layout::to_string(place.layout);
       if (place.layout == layout::LayoutKind::kBlockStriped) row.more["stripe"] = place.stripe;

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <cstdio>
 #include <utility>
 
@@ -50,6 +51,10 @@ void check(const AttentionSizes& sizes) {
                sizes.num_kv_heads);
   MT_CHECK_ARG(sizes.head_dim >= 4 && sizes.head_dim <= 512 && sizes.head_dim % 2 == 0,
                "--head-dim: expected an even number from 4 to 512, got ", sizes.head_dim);
+}
+
+double scale_of(const AttentionSizes& sizes) {
+  return 1 / std::sqrt(static_cast<double>(sizes.head_dim));
 }
 
 kernels::DType parse_dtype(std::string_view name) {

@@ -27,6 +27,8 @@ struct AttentionSizes {
 };
 /// Errors: InvalidArgument naming the flag.
 void check(const AttentionSizes& sizes);
+/// 1 / sqrt(head_dim).
+double scale_of(const AttentionSizes& sizes);
 /// "float32", "float64", "bf16", "fp16". Errors: InvalidArgument.
 kernels::DType parse_dtype(std::string_view name);
 std::string_view to_string(kernels::DType dtype);

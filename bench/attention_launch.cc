@@ -1,7 +1,6 @@
 #include "bench/attention_launch.h"
 
 #include <algorithm>
-#include <cmath>
 #include <cstring>
 
 #include "mtraining/base/check.h"
@@ -20,10 +19,6 @@ kernels::ConstView rows_of(const AlignedBytes& bytes, int64_t tokens, int64_t he
 }
 kernels::View writable(const AlignedBytes& bytes, int64_t tokens, int64_t heads, int64_t dim) {
   return {bytes.data(), tokens * heads * dim, heads * dim, dim};
-}
-
-double scale_of(const AttentionSizes& sizes) {
-  return 1 / std::sqrt(static_cast<double>(sizes.head_dim));
 }
 
 /// The rows of `whole` [S, row] that a rank holds; padding rows are zero.

@@ -3,7 +3,6 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
-#include <cmath>
 #include <optional>
 
 #include "bench/sampled_errors.h"
@@ -23,10 +22,6 @@ using attention::view;
 
 constexpr int kSampledRows = 32;
 constexpr int64_t kColumnRowsPerRank = attention::RingOptions{}.max_column_rows_per_rank;
-
-double scale_of(const AttentionSizes& sizes) {
-  return 1 / std::sqrt(static_cast<double>(sizes.head_dim));
-}
 
 /// One shard of keys, or the gathered columns: what a launch reads and where gradients go.
 struct Source {
@@ -337,9 +332,7 @@ class DeviceLaunch : public AttentionLaunch {
     }
     at::globalContext().setDeterministicAlgorithms(before, true);
     at::globalContext().setDeterministicFillUninitializedMemory(fills);
-    const auto median = [](const Times& times) {
-      return std::round(spread(times.wall_ms).median * 1000) / 1000;
-    };
+    const auto median = [](const Times& times) { return rounded(spread(times.wall_ms).median); };
     row["op_fwd_ms"] = median(forward);
     row["op_bwd_ms"] = median(backward);
   }

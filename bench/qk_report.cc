@@ -73,11 +73,6 @@ AlignedBytes shard(const AlignedBytes& all, int64_t heads, const AttentionSizes&
   return result;
 }
 
-double rounded(double value, int digits) {
-  const double unit = std::pow(10.0, digits);
-  return std::round(value * unit) / unit;
-}
-
 /// One head of an index as an index of its own.
 index::Index head_of(const index::Index& index, int head) {
   const auto list = [&](const index::Lists& lists) {

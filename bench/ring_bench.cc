@@ -6,7 +6,6 @@
 
 #include <algorithm>
 #include <array>
-#include <cmath>
 #include <cstring>
 #include <limits>
 #include <map>
@@ -19,6 +18,7 @@
 #ifdef MT_WITH_CUDA
 #include "mtraining/attention/device_index.h"
 #endif
+#include "mtraining/attention/local_attention.h"
 #include "mtraining/attention/ring_call.h"
 #include "mtraining/attention/tensors.h"
 #include "mtraining/base/check.h"
@@ -57,18 +57,9 @@ index::Index chosen_together(RingContext& context, const at::Tensor& q, const at
 #ifdef MT_WITH_CUDA
   if (q.is_cuda()) return attention::choose_on_device(context.state(), q, k, 0, {}, options);
 #endif
-  pattern::LocalAttention local;
-  local.layout = &context.layout();
-  local.cp_rank = context.cp_rank();
-  local.batch = 1;
-  local.num_q_heads = q.size(2);
-  local.num_kv_heads = k.size(2);
-  local.head_dim = q.size(3);
-  local.dtype = attention::kernel_dtype(q, "q");
-  local.softmax_scale = 1 / std::sqrt(static_cast<double>(q.size(3)));
-  local.q = attention::const_view(q);
-  local.k = attention::const_view(k);
-  return pattern::build_vertical_slash(local, options, context.index_group());
+  return pattern::build_vertical_slash(
+      attention::local_attention(context.layout(), context.cp_rank(), q, k, 0), options,
+      context.index_group());
 }
 
 /// As a layer runs them: what an index is for this rank is planned once, in the first forward that sees it, and kept.
@@ -179,8 +170,6 @@ std::vector<RankSeen> gathered(const RankSeen& mine, comm::Communicator& group) 
   }
   return seen;
 }
-
-double rounded(double value) { return std::round(value * 1000) / 1000; }
 
 ring::ScheduleOptions schedule_of(const RingBenchOptions& options) {
   return {.topology = options.ring.topology,
@@ -341,7 +330,7 @@ std::vector<std::string> bench_ring(const RingBenchOptions& given, const Provena
       observed();
       if (rank == 0) {
         const std::lock_guard lock(mutex);
-        row.more["density"] = std::round(index::density(*used) * 1e5) / 1e5;
+        row.more["density"] = rounded(index::density(*used), 5);
         row.pairs = total_pairs(*used);
         if (index == nullptr && repeat == options.repeats - 1)
           index = used;  // read after the ranks have ended

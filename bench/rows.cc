@@ -37,11 +37,6 @@ std::string quoted(const std::string& text) {
   return result + "'";
 }
 
-double rounded(double value, int digits) {
-  const double unit = std::pow(10.0, digits);
-  return std::round(value * unit) / unit;
-}
-
 void put_times(Json& json, const std::string& name, const Times& times) {
   if (times.wall_ms.empty()) return;
   const Spread wall = spread(times.wall_ms);
@@ -97,6 +92,11 @@ Spread spread(std::vector<double> values) {
   const double median =
       values.size() % 2 == 1 ? values[middle] : (values[middle - 1] + values[middle]) / 2;
   return {median, values.front(), values.back()};
+}
+
+double rounded(double value, int digits) {
+  const double unit = std::pow(10.0, digits);
+  return std::round(value * unit) / unit;
 }
 
 double wall_now_ms() {

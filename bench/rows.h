@@ -24,6 +24,8 @@ struct Spread {
 };
 /// Errors: InvalidArgument where there is no value.
 Spread spread(std::vector<double> values);
+/// To so many decimals.
+double rounded(double value, int digits = 3);
 
 /// One phase over the repeats, in their order.
 struct Times {

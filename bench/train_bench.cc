@@ -1,12 +1,9 @@
 #include "bench/train_bench.h"
 
 #include <ATen/Parallel.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <chrono>
-#include <cmath>
-#include <filesystem>
 #include <map>
 
 #include "bench/step_phases.h"
@@ -16,32 +13,16 @@
 #include "mtraining/base/rng.h"
 #include "mtraining/comm/loopback.h"
 #include "mtraining/data/token_file.h"
+#include "mtraining/testing/scratch_folder.h"
 #include "mtraining/train/trainer.h"
 
 namespace mtraining::bench {
 namespace {
 
-/// A folder that goes away.
-class Folder {
- public:
-  Folder() {
-    std::string form = (std::filesystem::temp_directory_path() / "mtraining_bench_XXXXXX").string();
-    MT_CHECK_EXTERNAL(::mkdtemp(form.data()) != nullptr, form, ": cannot be created");
-    path_ = form;
-  }
-  ~Folder() {
-    std::error_code ignored;
-    std::filesystem::remove_all(path_, ignored);
-  }
-  const std::filesystem::path& path() const { return path_; }
-
- private:
-  std::filesystem::path path_;
-};
-
 /// Documents of one sequence each, of ids that nothing predicts.
-std::string write_tokens(const Folder& folder, const train::RunConfig& config, int64_t sequences) {
-  const std::string prefix = (folder.path() / "random").string();
+std::string write_tokens(const testing::ScratchFolder& folder, const train::RunConfig& config,
+                         int64_t sequences) {
+  const std::string prefix = (folder / "random").string();
   data::TokenFileWriter writer(prefix, data::TokenType::kInt32);
   std::vector<int64_t> ids(static_cast<size_t>(config.train.seq_len + 1));
   const Rng random(1);
@@ -56,8 +37,6 @@ std::string write_tokens(const Folder& folder, const train::RunConfig& config, i
   writer.finish();
   return prefix;
 }
-
-double rounded(double value) { return std::round(value * 1000) / 1000; }
 
 /// What one run of some train steps was.
 struct Arm {
@@ -334,7 +313,7 @@ std::vector<std::string> bench_train(const TrainBenchOptions& options, const Pro
     train::RunConfig checked = config;  // before anything is written
     train::resolve(checked, launch);
   }
-  const Folder folder;
+  const testing::ScratchFolder folder;
   config.data.train = {
       {write_tokens(folder, config, *config.train.steps * config.train.global_batch_size + 1),
        1.0}};

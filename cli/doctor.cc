@@ -4,7 +4,6 @@
 #include <dlfcn.h>
 #include <torch/version.h>
 
-#include <cstdio>
 #include <cstdlib>
 #include <iostream>
 #include <nlohmann/json.hpp>
@@ -15,6 +14,7 @@
 #include "cli/gpus.h"
 #include "cli/link_speed.h"
 #include "cli/parse_options.h"
+#include "cli/printed.h"
 #include "cli/system_facts.h"
 #include "mtraining/base/check.h"
 #include "mtraining/kernels/dispatch.h"
@@ -48,11 +48,6 @@ struct Check {
   std::string text, remedy;
 };
 
-std::string number(const char* format, double value) {
-  char text[64];
-  std::snprintf(text, sizeof(text), format, value);
-  return text;
-}
 std::string gib(int64_t bytes) { return number("%.1f GiB", static_cast<double>(bytes) / kGiB); }
 
 class Report {

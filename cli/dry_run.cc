@@ -4,12 +4,12 @@
 #include <unistd.h>
 
 #include <cerrno>
-#include <cstdio>
 #include <cstring>
 #include <filesystem>
 #include <iostream>
 
 #include "cli/config_file.h"
+#include "cli/printed.h"
 #include "mtraining/base/check.h"
 #include "mtraining/kernels/dispatch.h"
 #include "mtraining/kernels/launch.h"
@@ -20,12 +20,6 @@ namespace mtraining::cli {
 namespace {
 
 namespace fs = std::filesystem;
-
-std::string number(const char* format, double value) {
-  char text[64];
-  std::snprintf(text, sizeof(text), format, value);
-  return text;
-}
 
 std::string size_text(double bytes) {
   constexpr double kMiB = 1024 * 1024;

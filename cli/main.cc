@@ -1,7 +1,6 @@
 // The executable: finds the verb, turns errors into one line and an exit code.
 #include <signal.h>
 
-#include <cerrno>
 #include <cstring>
 #include <exception>
 #include <iostream>
@@ -17,6 +16,7 @@
 #include "cli/launcher.h"
 #include "cli/nearest.h"
 #include "cli/plan.h"
+#include "cli/printed.h"
 #include "cli/simulate.h"
 #include "cli/stop.h"
 #include "cli/train.h"
@@ -71,16 +71,11 @@ std::string help() {
   return text + kExamples;
 }
 
-void check_output() {
-  MT_CHECK_EXTERNAL(std::cout.flush().good(),
-                    "standard output cannot be written: ", std::strerror(errno));
-}
-
 int dispatch(int argc, char** argv) {
   const std::string verb = argc > 1 ? argv[1] : "";
   if (verb.empty() || verb == "--help" || verb == "-h" || verb == "help") {
     std::cout << help();
-    check_output();
+    mtraining::cli::check_printed();
     return verb.empty() ? 2 : 0;
   }
   std::vector<std::string> names;
@@ -88,7 +83,7 @@ int dispatch(int argc, char** argv) {
     names.emplace_back(known.name);
     if (verb != known.name) continue;
     const int code = known.run(argc - 1, argv + 1);
-    if (known.prints_results) check_output();
+    if (known.prints_results) mtraining::cli::check_printed();
     return code;
   }
   throw mtraining::InvalidArgument(mtraining::concat(

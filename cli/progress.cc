@@ -3,11 +3,11 @@
 #include <sys/ioctl.h>
 #include <unistd.h>
 
-#include <cstdio>
 #include <cstdlib>
 #include <iostream>
 #include <string_view>
 
+#include "cli/printed.h"
 #include "cli/progress_line.h"
 
 namespace mtraining::cli {
@@ -20,12 +20,6 @@ constexpr double kSecondsBetweenBars = .1;  ///< a terminal that is written to f
 int columns() {
   winsize size{};
   return ::ioctl(STDOUT_FILENO, TIOCGWINSZ, &size) == 0 && size.ws_col > 0 ? size.ws_col : 80;
-}
-
-std::string number(const char* format, double value) {
-  char text[64];
-  std::snprintf(text, sizeof(text), format, value);
-  return text;
 }
 
 }  // namespace

@@ -4,18 +4,13 @@
 #include <cmath>
 #include <cstdio>
 
+#include "cli/printed.h"
 #include "mtraining/base/check.h"
 
 namespace mtraining::cli {
 namespace {
 
 constexpr int kLongestBar = 24, kShortestBar = 8;
-
-std::string number(const char* format, double value) {
-  char text[64];
-  std::snprintf(text, sizeof(text), format, value);
-  return text;
-}
 
 std::string speed(double tokens_per_s) {
   if (tokens_per_s >= 1e6) return number("%.2fM tokens/s", tokens_per_s * 1e-6);

@@ -9,10 +9,8 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cerrno>
 #include <chrono>
 #include <cstdlib>
-#include <cstring>
 #include <filesystem>
 #include <iostream>
 #include <memory>
@@ -28,6 +26,7 @@
 #include "cli/launcher.h"
 #include "cli/meeting.h"
 #include "cli/nearest.h"
+#include "cli/printed.h"
 #include "cli/progress.h"
 #include "cli/resume.h"
 #include "cli/run_folder.h"
@@ -339,11 +338,6 @@ int train_here(train::RunConfig config, const train::ResolvedRun& resolved,
     if (result.stopped) std::cout << stopped_line() << std::flush;
   }
   return 0;
-}
-
-void check_printed() {
-  MT_CHECK_EXTERNAL(std::cout.flush().good(),
-                    "standard output cannot be written: ", std::strerror(errno));
 }
 
 }  // namespace

@@ -7,11 +7,11 @@
 
 #include <algorithm>
 #include <bit>
-#include <cmath>
 #include <numeric>
 #include <utility>
 
 #include "mtraining/attention/choice_on_device.h"
+#include "mtraining/attention/local_attention.h"
 #include "mtraining/attention/tensors.h"
 #include "mtraining/base/check.h"
 #include "mtraining/kernels/window.h"
@@ -28,17 +28,7 @@ struct Shards : DeviceShards {
       : q(with_aligned_rows(given_q)), k(with_aligned_rows(given_k)) {
     device = q.device();
     num_keys = k.size(1);
-    host.layout = &state.layout;
-    host.cp_rank = state.cp_rank;
-    host.batch = q.size(0);
-    host.num_q_heads = q.size(2);
-    host.num_kv_heads = k.size(2);
-    host.head_dim = q.size(3);
-    host.dtype = kernel_dtype(q, "q");
-    host.softmax_scale =
-        softmax_scale > 0 ? softmax_scale : 1 / std::sqrt(static_cast<double>(q.size(3)));
-    host.q = const_view(q);
-    host.k = const_view(k);
+    host = local_attention(state.layout, state.cp_rank, q, k, softmax_scale);
     on_device = host;
     if (document_starts.defined()) {
       host.document_starts = document_starts.const_data_ptr<int32_t>();

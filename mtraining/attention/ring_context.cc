@@ -12,7 +12,10 @@
 #include <set>
 #include <sstream>
 
+#include "mtraining/attention/recorded_event.h"
 #include "mtraining/base/check.h"
+#include "mtraining/comm/members.h"
+#include "mtraining/trace/chrome_trace.h"
 
 namespace mtraining::attention {
 namespace {
@@ -91,12 +94,6 @@ RingOptions checked(RingOptions options, const comm::Transport& transport,
   return options;
 }
 
-std::vector<int> all_ranks(int size) {
-  std::vector<int> members(static_cast<size_t>(size));
-  std::iota(members.begin(), members.end(), 0);
-  return members;
-}
-
 template <typename T>
 std::vector<T> gather_values(comm::Communicator& group, const T* mine, int64_t count) {
   std::vector<T> all(static_cast<size_t>(count * group.size()));
@@ -145,7 +142,7 @@ struct ChannelGroups {
 std::vector<ChannelGroups> channel_groups(const RingOptions& options) {
   const topology::Topology& topology = options.topology;
   if (options.ring == ring::RingKind::kFlat) {
-    const std::vector<std::vector<int>> all = {all_ranks(topology.cp_size())};
+    const std::vector<std::vector<int>> all = {comm::all_ranks(topology.cp_size())};
     return {{ring::Channel::kFlatKv, "kv", all, topology.nodes == 1},
             {ring::Channel::kFlatGrad, "grad", all, topology.nodes == 1}};
   }
@@ -162,12 +159,6 @@ std::vector<ChannelGroups> channel_groups(const RingOptions& options) {
 }
 
 }  // namespace
-
-int64_t now_us() {
-  return std::chrono::duration_cast<std::chrono::microseconds>(
-             std::chrono::steady_clock::now().time_since_epoch())
-      .count();
-}
 
 RingContext::State::State(const RingOptions& given, comm::Transport& transport,
                           std::vector<int> members)
@@ -200,7 +191,7 @@ RingContext::State::State(const RingOptions& given, comm::Transport& transport,
   }
 
   comm::CommunicatorPtr job =
-      transport.open_host("attention agreement", all_ranks(transport.size()));
+      transport.open_host("attention agreement", comm::all_ranks(transport.size()));
   agree_on_options(options, *job);
   for (const std::vector<int>& group : agree_on_groups(members, *job)) {
     const auto open = [&](const char* name, const std::vector<int>& cp_ranks,
@@ -212,7 +203,7 @@ RingContext::State::State(const RingOptions& given, comm::Transport& transport,
                  ? transport.open_copies(whole, ranks)
                  : transport.open(whole, ranks);
     };
-    const std::vector<int> all = all_ranks(layout.cp_size());
+    const std::vector<int> all = comm::all_ranks(layout.cp_size());
     // pattern/ works in host memory, and on a GPU in the device's.
     if (auto opened = transport.open_host("attention index", group)) index_group = opened;
     if (transport.on_device()) {
@@ -244,21 +235,11 @@ int RingContext::State::group_rank(ring::Channel channel, int rank) const {
   MT_ASSERT(false, "channel ", static_cast<int>(channel));
 }
 
-namespace {
-
-c10::Event recorded(at::Device device) {
-  c10::Event event(device.type(), c10::EventFlag::BACKEND_DEFAULT);  // with a time
-  event.record(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
-  return event;
-}
-
-}  // namespace
-
 RingContext::State::Stretch RingContext::State::begin_stretch(at::Device device) const {
   Stretch stretch;
   if (!observer) return stretch;
   if (device.is_cpu()) {
-    stretch.begin_us = now_us();
+    stretch.begin_us = trace::now_us();
   } else {
     stretch.begin = recorded(device);
   }
@@ -275,7 +256,7 @@ void RingContext::State::end_stretch(Stretch stretch, const char* what, int ring
                     .pairs = pairs,
                     .tag = tag};
   if (!stretch.begin) {
-    timing.end_us = now_us();
+    timing.end_us = trace::now_us();
     observer(timing);
     return;
   }
@@ -330,7 +311,7 @@ void RingContext::State::report_stretches(bool wait) {
     if (!clock) {
       clock = recorded(end.device());
       clock->synchronize();
-      clock_us = static_cast<double>(now_us());
+      clock_us = static_cast<double>(trace::now_us());
     }
     // From event to event, not from the first one on: what tells their distance is a float.
     const double begin_us = clock_us + clock->elapsedTime(next->begin) * 1e3;
@@ -347,7 +328,7 @@ void RingContext::State::report_stretches(bool wait) {
 
 RingContext::RingContext(const RingOptions& options, comm::Transport& transport,
                          std::vector<int> members) {
-  if (members.empty()) members = all_ranks(transport.size());
+  if (members.empty()) members = comm::all_ranks(transport.size());
   state_ = std::make_unique<State>(options, transport, std::move(members));
 }
 RingContext::~RingContext() = default;

@@ -91,7 +91,4 @@ struct RingContext::State {
   std::shared_ptr<const index::Index> dense;  ///< the last dense index asked for
 };
 
-/// Steady clock.
-int64_t now_us();
-
 }  // namespace mtraining::attention

@@ -15,6 +15,7 @@ namespace mtraining::checkpoint {
 namespace {
 
 using testing::error_of;
+using testing::expect_says;
 using testing::get_text;
 using testing::memory_folder;
 using testing::put_text;
@@ -81,11 +82,6 @@ void write_all(const fs::path& folder, int world_size) {
 
 std::string open_error(const fs::path& folder) {
   return error_of([&] { TrainingState state(folder); });
-}
-
-void expect_says(const std::string& error, const std::vector<std::string>& parts) {
-  for (const std::string& part : parts)
-    EXPECT_NE(error.find(part), std::string::npos) << "expected " << part << " in: " << error;
 }
 
 TEST(TrainingState, AnyNumberOfRanksReadsWhatAnyOtherNumberWrote) {

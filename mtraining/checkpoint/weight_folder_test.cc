@@ -14,6 +14,7 @@ namespace mtraining::checkpoint {
 namespace {
 
 using testing::error_of;
+using testing::expect_says;
 using testing::get_text;
 using testing::put_text;
 using testing::ScratchFolder;
@@ -50,11 +51,6 @@ void write_file(const fs::path& path, const std::vector<TensorSpec>& tensors, in
 
 std::string open_error(const fs::path& folder) {
   return error_of([&] { WeightFolder weights(folder); });
-}
-
-void expect_says(const std::string& error, const std::vector<std::string>& parts) {
-  for (const std::string& part : parts)
-    EXPECT_NE(error.find(part), std::string::npos) << "expected " << part << " in: " << error;
 }
 
 constexpr int64_t kShardSizes[] = {1, 48, 49, 96, 100, 144, 1000};

@@ -14,6 +14,7 @@ namespace mtraining::checkpoint {
 namespace {
 
 using testing::error_of;
+using testing::expect_says;
 using testing::get_text;
 using testing::put_text;
 using testing::ScratchFolder;
@@ -48,11 +49,6 @@ void expect_same(const std::vector<model::Parameter>& a, const std::vector<model
     EXPECT_EQ(a[i].name, b[i].name);
     EXPECT_TRUE(at::equal(a[i].value, b[i].value)) << a[i].name;
   }
-}
-
-void expect_says(const std::string& error, const std::vector<std::string>& parts) {
-  for (const std::string& part : parts)
-    EXPECT_NE(error.find(part), std::string::npos) << "expected " << part << " in: " << error;
 }
 
 std::string load_error(const std::filesystem::path& folder,

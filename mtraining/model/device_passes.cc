@@ -8,6 +8,7 @@
 
 #include "mtraining/attention/tensors.h"
 #include "mtraining/kernels/elementwise_cuda/elementwise.h"
+#include "mtraining/model/token_runs.h"
 
 namespace mtraining::model {
 
@@ -159,12 +160,6 @@ class NormBackward {
   at::Tensor of_runs_, partials_;
   int64_t next_ = 0;
 };
-
-/// Calls body(first token, number of tokens) for each run.
-template <typename Body>
-void for_each_run(int64_t tokens, int64_t run, const Body& body) {
-  for (int64_t begin = 0; begin < tokens; begin += run) body(begin, std::min(run, tokens - begin));
-}
 
 int64_t table_tokens(const LayerCall& call) {
   return call.rope.cos.numel() / (call.options.head_dim / 2);

@@ -7,18 +7,13 @@
 #include <utility>
 
 #include "mtraining/base/check.h"
+#include "mtraining/model/token_runs.h"
 
 namespace mtraining::model {
 namespace {
 
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
-
-/// Calls body(first token, number of tokens) for each run.
-template <typename Body>
-void for_each_run(int64_t tokens, int64_t run, Body&& body) {
-  for (int64_t begin = 0; begin < tokens; begin += run) body(begin, std::min(run, tokens - begin));
-}
 
 /// A sum over runs: the first as it is; from the second on in float32.
 class RunSum {

@@ -8,6 +8,7 @@
 
 #include "mtraining/base/check.h"
 #include "mtraining/base/error_kinds.h"
+#include "mtraining/pattern/rows.h"
 #include "mtraining/pattern/top_p.h"
 
 namespace mtraining::pattern {
@@ -19,10 +20,6 @@ double from_half(uint16_t bits) {
   if (exponent == 31) return mantissa != 0 ? std::nan("") : sign * INFINITY;
   return sign *
          (exponent == 0 ? std::ldexp(mantissa, -24) : std::ldexp(1024 + mantissa, exponent - 25));
-}
-
-comm::Buffer buffer_of(auto& values) {
-  return {values.data(), static_cast<int64_t>(values.size() * sizeof(values[0]))};
 }
 
 }  // namespace
@@ -44,13 +41,6 @@ void read_row(kernels::DType dtype, const void* row, int64_t count, double* out)
       return;
   }
   MT_ASSERT(false, "dtype ", static_cast<int>(dtype));
-}
-
-const void* row_of(const kernels::ConstView& view, kernels::DType dtype, int64_t b, int64_t token,
-                   int64_t head) {
-  return static_cast<const uint8_t*>(view.data) +
-         (b * view.stride_batch + token * view.stride_token + head * view.stride_head) *
-             kernels::size_of(dtype);
 }
 
 std::vector<uint8_t> gather_whole(const char* name, const LocalAttention& local,

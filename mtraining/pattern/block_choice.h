@@ -16,9 +16,6 @@ namespace mtraining::pattern {
 
 /// `count` elements as float64, exactly. NaN and inf stay what they are.
 void read_row(kernels::DType dtype, const void* row, int64_t count, double* out);
-/// The row of (sample, local token, head).
-const void* row_of(const kernels::ConstView& view, kernels::DType dtype, int64_t b, int64_t token,
-                   int64_t head);
 
 /// Collective: the real rows of all ranks, [B, heads, N, D] in q's dtype. Errors: InvalidArgument on every rank alike where one is not
 /// finite, naming `name` and the first place.

@@ -6,6 +6,7 @@
 #include "mtraining/base/error_kinds.h"
 #include "mtraining/pattern/block_choice.h"
 #include "mtraining/pattern/observation.h"
+#include "mtraining/pattern/rows.h"
 
 namespace mtraining::pattern {
 namespace {

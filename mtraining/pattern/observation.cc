@@ -8,6 +8,7 @@
 #include "mtraining/base/check.h"
 #include "mtraining/base/error_kinds.h"
 #include "mtraining/base/rng.h"
+#include "mtraining/pattern/rows.h"
 
 namespace mtraining::pattern {
 namespace {
@@ -36,17 +37,6 @@ bool beyond_limit(kernels::DType dtype, const void* row, int64_t count) {
       return any_beyond<uint16_t>(row, count, 0x7fff, 0x7c00);  // its largest is 65504
   }
   MT_ASSERT(false, "dtype ", static_cast<int>(dtype));
-}
-
-const uint8_t* at(const kernels::ConstView& view, kernels::DType dtype, int64_t batch,
-                  int64_t token, int64_t head) {
-  return static_cast<const uint8_t*>(view.data) +
-         (batch * view.stride_batch + token * view.stride_token + head * view.stride_head) *
-             kernels::size_of(dtype);
-}
-
-comm::Buffer buffer_of(auto& values) {
-  return {values.data(), static_cast<int64_t>(values.size() * sizeof(values[0]))};
 }
 
 }  // namespace
@@ -151,8 +141,8 @@ void check_local(const char* pattern, const LocalAttention& local, comm::Communi
 LocalAttention sample_of(const LocalAttention& local, int64_t b) {
   LocalAttention sample = local;
   sample.batch = 1;
-  sample.q.data = at(local.q, local.dtype, b, 0, 0);
-  sample.k.data = at(local.k, local.dtype, b, 0, 0);
+  sample.q.data = row_of(local.q, local.dtype, b, 0, 0);
+  sample.k.data = row_of(local.k, local.dtype, b, 0, 0);
   if (local.document_starts != nullptr)
     sample.document_starts = local.document_starts + b * local.layout->seq_len();
   return sample;
@@ -241,7 +231,7 @@ void Observation::gather_rows() {
     for (int64_t b = 0; b < local_.batch; ++b)
       for (int64_t h = 0; h < local_.num_q_heads; ++h)
         std::memcpy(&rows_[((b * local_.num_q_heads + h) * rows + r) * row_bytes],
-                    at(local_.q, local_.dtype, b, owner.offset, h), row_bytes);
+                    row_of(local_.q, local_.dtype, b, owner.offset, h), row_bytes);
   }
   group_.all_reduce(buffer_of(rows_), comm::ElementType::kInt32, comm::ReduceOp::kSum)->wait();
 }
@@ -267,7 +257,7 @@ void Observation::check_values() {
           key_block_starts_[t / layout::kBlock] + t % layout::kBlock * layout.position_stride();
       if (position >= layout.seq_len()) break;  // padding may hold anything
       for (int64_t g = 0; g < local_.num_kv_heads; ++g)
-        if (beyond_limit(local_.dtype, at(local_.k, local_.dtype, b, t, g), local_.head_dim))
+        if (beyond_limit(local_.dtype, row_of(local_.k, local_.dtype, b, t, g), local_.head_dim))
           fault = std::numeric_limits<int64_t>::max() - (b * layout.seq_len() + position);
     }
   }

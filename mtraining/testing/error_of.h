@@ -1,9 +1,12 @@
 // ErrorOf: what a call that must fail says.
 //
-// In:   a call, and the kind of error that it may throw; another kind passes through. Out: what(). Next: base/check.h, the kinds.
+// In:   a call, and the kind of error that it may throw; another kind passes through. Out: what(), and whether it has given parts. Next: base/check.h, the kinds.
 #pragma once
 
+#include <gtest/gtest.h>
+
 #include <string>
+#include <vector>
 
 #include "mtraining/base/check.h"
 
@@ -18,6 +21,11 @@ std::string error_of(Call&& call) {
     return error.what();
   }
   return "";
+}
+
+inline void expect_says(const std::string& error, const std::vector<std::string>& parts) {
+  for (const std::string& part : parts)
+    EXPECT_NE(error.find(part), std::string::npos) << "expected " << part << " in: " << error;
 }
 
 }  // namespace mtraining::testing

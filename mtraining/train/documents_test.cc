@@ -47,11 +47,7 @@ class PackedData {
 std::pair<double, double> plain_documents(const RunConfig& config, int64_t samples) {
   const data::TokenFile file(config.data.train[0].path, config.model.vocab_size);
   const std::vector<int64_t>& starts = file.document_starts();
-  data::BatchOptions options;
-  options.sources = config.data.train;
-  options.seq_len = config.train.seq_len;
-  options.vocab_size = config.model.vocab_size;
-  options.shuffle_seed = config.data.shuffle_seed;
+  data::BatchOptions options = tiny_batches(config);
   options.document_mask = true;
   const data::Batches batches(options);
   const model::DecoderParameters parameters =

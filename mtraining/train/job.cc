@@ -3,20 +3,13 @@
 #include <algorithm>
 #include <numeric>
 
+#include "mtraining/comm/members.h"
+
 namespace mtraining::train {
-namespace {
-
-std::vector<int> all_ranks(int size) {
-  std::vector<int> ranks(size);
-  std::iota(ranks.begin(), ranks.end(), 0);
-  return ranks;
-}
-
-}  // namespace
 
 Job::Job(comm::Transport& transport, int cp_size) : transport_(transport), cp_size_(cp_size) {
-  metrics_ = transport.open_host("metrics", all_ranks(transport.size()));
-  gradients_ = transport.open("gradients", all_ranks(transport.size()));
+  metrics_ = transport.open_host("metrics", comm::all_ranks(transport.size()));
+  gradients_ = transport.open("gradients", comm::all_ranks(transport.size()));
 }
 
 std::vector<int> Job::cp_members() const {

@@ -1,23 +1,15 @@
 #include "mtraining/train/part_times.h"
 
-#include <c10/core/impl/VirtualGuardImpl.h>
-
 #include <algorithm>
 #include <iterator>
 #include <utility>
 
+#include "mtraining/attention/recorded_event.h"
 #include "mtraining/base/check.h"
 
 namespace mtraining::train {
-namespace {
 
-c10::Event recorded(at::Device device) {
-  c10::Event event(device.type(), c10::EventFlag::BACKEND_DEFAULT);  // with a time
-  event.record(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
-  return event;
-}
-
-}  // namespace
+using attention::recorded;
 
 void PartTimes::record(bool on) {
   on_ = on;

@@ -181,11 +181,7 @@ TEST(Splits, ParametersAfterThreeStepsEqualAPlainLoop) {
   config.train.loss_chunk = 16;
   config.train.mlp_tile = 16;
 
-  data::BatchOptions options;
-  options.sources = config.data.train;
-  options.seq_len = config.train.seq_len;
-  options.vocab_size = config.model.vocab_size;
-  options.shuffle_seed = config.data.shuffle_seed;
+  data::BatchOptions options = tiny_batches(config);
   options.micro_batch = 4;
   const data::Batches batches(options);
   const model::DecoderConfig& c = config.model;

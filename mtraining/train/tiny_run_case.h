@@ -79,6 +79,16 @@ inline RunConfig tiny_config(const TinyData& data) {
   return c;
 }
 
+/// What a reader of `config`'s training data needs at least.
+inline data::BatchOptions tiny_batches(const RunConfig& config) {
+  data::BatchOptions options;
+  options.sources = config.data.train;
+  options.seq_len = config.train.seq_len;
+  options.vocab_size = config.model.vocab_size;
+  options.shuffle_seed = config.data.shuffle_seed;
+  return options;
+}
+
 using Indices =
     std::vector<std::vector<std::shared_ptr<const index::Index>>>;  // [micro_step][layer]
 

@@ -44,11 +44,7 @@ TEST(Trainer, FirstStepEqualsAPlainComputation) {
   config.train.steps = 1;
   const TinyResult result = run_tiny(config, 1, 1);
 
-  data::BatchOptions options;
-  options.sources = config.data.train;
-  options.seq_len = config.train.seq_len;
-  options.vocab_size = config.model.vocab_size;
-  options.shuffle_seed = config.data.shuffle_seed;
+  data::BatchOptions options = tiny_batches(config);
   options.micro_batch = 3;
   const data::Batch batch = data::Batches(options).batch(
       0, 0, layout::Layout({layout::LayoutKind::kContiguous, config.train.seq_len, 1, 64, 1}), 0);

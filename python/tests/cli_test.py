@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from python.tests.conftest import assert_one_sentence, run_text
+from python.tests.conftest import assert_one_sentence, metrics_of, run_text
 
 
 def test_results_that_are_there_are_kept(job):
@@ -90,7 +90,7 @@ def test_a_run_writes_its_folder_and_a_resolved_configuration_that_repeats_it(jo
     assert "first batch: loss dense" in result.stdout
     names = {path.name for path in job.out.iterdir()}
     assert {"config.toml", "metrics.jsonl", "trace.json", "summary.json"} <= names
-    first = [json.loads(line) for line in (job.out / "metrics.jsonl").read_text().splitlines()]
+    first = metrics_of(job.out)
     assert [row["train_step"] for row in first] == [1, 2, 3]
     trace = json.loads((job.out / "trace.json").read_text())
     assert {event["pid"] for event in trace["traceEvents"]} == {0, 1, 2, 3}
@@ -99,7 +99,7 @@ def test_a_run_writes_its_folder_and_a_resolved_configuration_that_repeats_it(jo
     job.config = job.out / "config.toml"
     repeated = job.run("--out", str(again), nproc=4)
     assert repeated.returncode == 0, repeated.stderr
-    second = [json.loads(line) for line in (again / "metrics.jsonl").read_text().splitlines()]
+    second = metrics_of(again)
     assert [row["loss"] for row in first] == [row["loss"] for row in second]
 
 

@@ -9,7 +9,7 @@ import torch
 from mtraining.prepare import write_token_file
 from safetensors.torch import load_file, save_file
 
-from python.tests.conftest import Job, assert_one_sentence
+from python.tests.conftest import Job, assert_one_sentence, metrics_of
 
 
 def call(job, *arguments: str, code: int = 0) -> subprocess.CompletedProcess:
@@ -76,7 +76,7 @@ def test_a_state_for_other_ranks_holds_the_same_values(trained, checkpoint, tmp_
 
 
 def losses(folder: Path) -> list[float]:
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = metrics_of(folder)
     return [row["loss"] for row in rows]
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from mtraining.prepare import write_token_file
 
-from python.tests.conftest import assert_one_sentence, clean_environment
+from python.tests.conftest import assert_one_sentence, clean_environment, metrics_of
 
 pytestmark = pytest.mark.cuda
 
@@ -100,7 +100,7 @@ class Runs:
         return out
 
     def rows(self, *flags: str) -> list[dict]:
-        return rows(self.out(*flags))
+        return metrics_of(self.out(*flags))
 
     def losses(self, *flags: str) -> np.ndarray:
         return np.array([row["loss"] for row in self.rows(*flags)])
@@ -111,10 +111,6 @@ def take_four_cores() -> None:
     cores = sorted(os.sched_getaffinity(0))
     first = os.getpid() * 4 % len(cores)
     os.sched_setaffinity(0, (cores + cores)[first : first + 4])
-
-
-def rows(out: Path) -> list[dict]:
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
 def weights(out: Path) -> bytes:
@@ -148,8 +144,19 @@ def test_a_gpu_that_is_there_is_taken_where_the_file_names_no_device(runs):
 def test_repeats_are_bitwise_equal(runs):
     again = runs.folder / "again"
     assert runs.start(again, *CUDA).returncode == 0
-    assert [row["loss"] for row in rows(again)] == list(runs.losses(*CUDA))
+    assert [row["loss"] for row in metrics_of(again)] == list(runs.losses(*CUDA))
     assert weights(again) == weights(runs.out(*CUDA))
+
+
+def assert_resumes_bit_by_bit(runs, name: str, flags: tuple[str, ...]) -> None:
+    """A run that stops after 10 steps and goes on has the losses and weights of the one that does not stop."""
+    out = runs.folder / name
+    half = runs.start(out, *flags, "--train.steps", "10")
+    assert half.returncode == 0, half.stderr
+    rest = runs.start(out, *flags)
+    assert rest.returncode == 0, rest.stderr
+    assert [row["loss"] for row in metrics_of(out)] == list(runs.losses(*flags))
+    assert weights(out) == weights(runs.out(*flags))
 
 
 @pytest.mark.parametrize(
@@ -162,13 +169,7 @@ def test_repeats_are_bitwise_equal(runs):
 )
 def test_a_resumed_run_is_the_uninterrupted_one(runs, flags):
     flags = (*CUDA, *flags)
-    out = runs.folder / f"resumed{len(flags)}{len(''.join(flags))}"
-    half = runs.start(out, *flags, "--train.steps", "10")
-    assert half.returncode == 0, half.stderr
-    rest = runs.start(out, *flags)
-    assert rest.returncode == 0, rest.stderr
-    assert [row["loss"] for row in rows(out)] == list(runs.losses(*flags))
-    assert weights(out) == weights(runs.out(*flags))
+    assert_resumes_bit_by_bit(runs, f"resumed{len(flags)}{len(''.join(flags))}", flags)
 
 
 RUNS_OF_TOKENS = ("--train.mlp_tile", "384")  # three of a sequence's 1024
@@ -339,11 +340,4 @@ def test_two_gpus_with_a_sequence_each_have_the_losses_of_one(runs):
 
 @pytest.mark.multi_gpu
 def test_two_gpus_repeat_and_resume_bit_by_bit(runs):
-    flags = (*TWO, "--parallel.zero", "2")
-    out = runs.folder / "resumed_on_two"
-    half = runs.start(out, *flags, "--train.steps", "10")
-    assert half.returncode == 0, half.stderr
-    rest = runs.start(out, *flags)
-    assert rest.returncode == 0, rest.stderr
-    assert [row["loss"] for row in rows(out)] == list(runs.losses(*flags))
-    assert weights(out) == weights(runs.out(*flags))
+    assert_resumes_bit_by_bit(runs, "resumed_on_two", (*TWO, "--parallel.zero", "2"))

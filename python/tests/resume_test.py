@@ -9,14 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from python.tests.conftest import assert_one_sentence
+from python.tests.conftest import assert_one_sentence, metrics_of
 from python.tests.launcher_test import assert_nobody_left, finish, start_long
 
 STEPS = ["--train.steps", "6", "--checkpoint.every", "2", "--train.preflight", "false"]
-
-
-def rows(out: Path) -> list[dict]:
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
 def checkpoint(out: Path, step: int) -> Path:
@@ -30,7 +26,7 @@ def published(out: Path) -> list[str]:
 def assert_same_run(one: Path, other: Path) -> None:
     """The same numbers at every step and the same bytes at the end."""
     keys = ("train_step", "loss", "grad_norm", "lr", "tokens_total", "skipped", "valid_loss")
-    a, b = rows(one), rows(other)
+    a, b = metrics_of(one), metrics_of(other)
     assert [[row[key] for key in keys] for row in a] == [[row[key] for key in keys] for row in b]
     last = a[-1]["train_step"]
     names = ["model.safetensors", *state_files(checkpoint(one, last))]
@@ -83,13 +79,13 @@ def test_a_stopped_run_continues_with_the_same_command(job):
     process.send_signal(signal.SIGTERM)
     out, err = finish(process, 30)
     assert process.returncode == 0, err
-    step = rows(job.out)[-1]["train_step"]
+    step = metrics_of(job.out)[-1]["train_step"]
     assert out.splitlines()[-1] == f"stopped at train_step {step}; the same command continues"
     assert published(job.out)[-1] == f"step-{step:08d}"
     steps = ["--train.steps", str(step + 2)]
     result = job.run(*steps, nproc=2)
     assert result.returncode == 0, result.stderr
-    assert [row["train_step"] for row in rows(job.out)] == list(range(1, step + 3))
+    assert [row["train_step"] for row in metrics_of(job.out)] == list(range(1, step + 3))
     assert f"train.steps = {step + 2} from here on, 100000 before" in result.stdout
     result = job.run(*steps, nproc=2)
     assert result.returncode == 0, result.stderr
@@ -105,7 +101,7 @@ def test_a_stop_within_a_long_step_drops_it_at_a_layer(job):
     result = job.run(*extra, nproc=2, env={"MTRAINING_FAULT": fault})
     assert result.returncode == 0, result.stderr
     assert result.stdout.splitlines()[-1] == "stopped at train_step 1; the same command continues"
-    assert len(rows(job.out)) == 1
+    assert len(metrics_of(job.out)) == 1
     assert published(job.out) == ["step-00000001"]
 
 
@@ -137,7 +133,7 @@ def test_micro_steps_of_the_first_step_are_kept_too(job):
     again = job.run(*extra)
     assert again.returncode == 0, again.stderr
     assert f"goes on from {checkpoint(job.out, 0)}" in again.stdout
-    assert [row["train_step"] for row in rows(job.out)] == [1, 2]
+    assert [row["train_step"] for row in metrics_of(job.out)] == [1, 2]
 
 
 def test_minutes_save_the_middle_of_a_step_from_a_kill(job):
@@ -161,7 +157,7 @@ def test_another_split_takes_each_remaining_sample_once(job):
     assert job.run(*extra, "--parallel.dp_size", "4", nproc=4, env=fault).returncode == 1
     again = job.run(*extra, "--parallel.dp_size", "2", "--parallel.zero", "2", nproc=2)
     assert again.returncode == 0, again.stderr
-    for a, b in zip(rows(whole), rows(job.out), strict=True):
+    for a, b in zip(metrics_of(whole), metrics_of(job.out), strict=True):
         assert a["train_step"] == b["train_step"] and a["tokens_total"] == b["tokens_total"]
         assert abs(a["loss"] / b["loss"] - 1) < 1e-5
 
@@ -169,11 +165,11 @@ def test_another_split_takes_each_remaining_sample_once(job):
 def test_a_run_killed_before_its_first_checkpoint_begins_anew(job):
     fault = {"MTRAINING_FAULT": "rank=0,step=2,at=forward,kind=kill"}
     assert job.run(env=fault).returncode != 0
-    assert len(rows(job.out)) == 1
+    assert len(metrics_of(job.out)) == 1
     result = job.run()
     assert result.returncode == 0, result.stderr
     assert "begins anew" in result.stdout
-    assert [row["train_step"] for row in rows(job.out)] == [1, 2, 3]
+    assert [row["train_step"] for row in metrics_of(job.out)] == [1, 2, 3]
 
 
 @pytest.fixture
@@ -219,7 +215,7 @@ def test_a_named_checkpoint_is_taken_and_may_get_another_learning_rate(stopped):
     result = stopped.run(*STEPS, *extra, "--out", str(other))
     assert result.returncode == 0, result.stderr
     assert "optim.lr = 0.005 from here on, 0.001 before" in result.stdout
-    assert [(row["train_step"], row["lr"]) for row in rows(other)] == [
+    assert [(row["train_step"], row["lr"]) for row in metrics_of(other)] == [
         (step, 5e-3) for step in (3, 4, 5, 6)
     ]
     refused = stopped.run(*STEPS, "--resume", str(stopped.out), "--out", str(other))
@@ -228,7 +224,7 @@ def test_a_named_checkpoint_is_taken_and_may_get_another_learning_rate(stopped):
     assert_one_sentence(refused, "model.head_dim", "with 16, got 8")
     back = stopped.run(*STEPS, "--resume", str(checkpoint(stopped.out, 2)))
     assert back.returncode == 0, back.stderr
-    assert [row["train_step"] for row in rows(stopped.out)] == [1, 2, 3, 4, 5, 6]
+    assert [row["train_step"] for row in metrics_of(stopped.out)] == [1, 2, 3, 4, 5, 6]
 
 
 @pytest.mark.parametrize("nproc", [None, 2])
@@ -267,7 +263,7 @@ def test_the_checkpoint_before_a_damaged_one_counts(stopped):
     result = stopped.run(*STEPS)
     assert result.returncode == 0, result.stderr
     assert f"goes on from {checkpoint(stopped.out, 2)}" in result.stdout
-    assert [row["train_step"] for row in rows(stopped.out)] == [1, 2, 3, 4, 5, 6]
+    assert [row["train_step"] for row in metrics_of(stopped.out)] == [1, 2, 3, 4, 5, 6]
 
 
 @pytest.mark.parametrize("nproc", [None, 2])
@@ -291,7 +287,7 @@ def test_a_full_disk_leaves_the_checkpoint_before_whole(job, nproc):
     again = job.run(*big, nproc=nproc)
     assert again.returncode == 0, again.stderr
     assert f"goes on from {checkpoint(job.out, 2)}" in again.stdout
-    assert [row["train_step"] for row in rows(job.out)] == [1, 2, 3, 4, 5, 6]
+    assert [row["train_step"] for row in metrics_of(job.out)] == [1, 2, 3, 4, 5, 6]
 
 
 def test_minutes_between_checkpoints(job):

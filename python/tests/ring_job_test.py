@@ -8,17 +8,9 @@ import time
 
 import pytest
 
-from python.tests.conftest import assert_one_sentence
+from python.tests.conftest import assert_one_sentence, free_port
 
 SMALL = "--seq-len 1024 --heads 4 --kv-heads 2 --head-dim 32 --density .2 --repeats 1"
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from python.tests.conftest import assert_one_sentence
-from python.tests.resume_test import STEPS, rows
+from python.tests.conftest import assert_one_sentence, metrics_of
+from python.tests.resume_test import STEPS
 
 HELD = {
     "MTRAINING_FAULT": "rank=0,step=0,at=start,kind=hang"
@@ -104,7 +104,7 @@ def test_of_launches_at_once_one_trains_and_the_others_say_why_not(job):
     assert len(trained) == 1, ended
     for (_, err), code in ended:
         assert code == 0 or (code == 2 and "in use by another run" in err), err
-    assert [row["train_step"] for row in rows(job.out)] == [1, 2, 3, 4, 5, 6]
+    assert [row["train_step"] for row in metrics_of(job.out)] == [1, 2, 3, 4, 5, 6]
 
 
 def test_a_lock_file_that_was_taken_away_is_no_claim(job):
