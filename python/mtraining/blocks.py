@@ -5,6 +5,8 @@ Next: ops.attend.
 """
 
 import dataclasses
+import json
+import pathlib
 
 import torch
 
@@ -119,6 +121,19 @@ class BlockIndex:
         image = self._blocks_of(sample, head)
         title = f"head {head}: {int(image.sum())} blocks"
         return draw(image.float().cpu(), self.seq_len, title, path)
+
+    def write_pattern(self, path, name: str = "blocks", sample: int = 0) -> None:
+        """Writes one sample's lists as a pattern file for `mtraining simulate --pattern` (docs/formats.md). Errors: ValueError where the sample is
+        out of range; OSError."""
+        batch, heads = self.bits.shape[:2]
+        if not 0 <= sample < batch:
+            raise ValueError(f"sample: expected 0 .. {batch - 1}, got {sample}")
+        lists = []
+        for head in range(heads):
+            rows = self._blocks_of(sample, head).cpu()
+            lists.append({"key_blocks": [row.nonzero().flatten().tolist() for row in rows]})
+        whole = {"name": name, "seq_len": self.seq_len, "heads": lists}
+        pathlib.Path(path).write_text(json.dumps(whole), encoding="utf-8")
 
     def _blocks_of(self, sample: int, head: int) -> torch.Tensor:
         """bool [N, N] of one head."""

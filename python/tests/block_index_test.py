@@ -1,5 +1,6 @@
 """Lists of blocks given by the caller or chosen by XAttention and Moba, against dense attention in float64 under the blocks' mask."""
 
+import json
 import pathlib
 import sys
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 
 import mtraining
+from python.tests.conftest import run_text
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 from block_cases import (  # noqa: E402
@@ -159,6 +161,20 @@ def test_pairs_density_recall_and_plot_say_what_is_covered(tmp_path):
         index.plot(head=4)
 
 
+def test_a_pattern_file_is_what_simulate_reads(tmp_path, binary):
+    q, k, _ = structured(2, 1000, 4, 2, 32)
+    index = mtraining.build_index(q, k, pattern=mtraining.XAttention(xattention_threshold=0.5))
+    index.write_pattern(tmp_path / "blocks.json", name="chosen", sample=1)
+    simulate = [binary, "simulate", "--topology", "2x2", "--json", "--pattern"]
+    said = run_text([*simulate, tmp_path / "blocks.json"])
+    assert said.returncode == 0, said.stderr
+    read = json.loads(said.stdout)["pattern"]
+    assert (read["name"], read["seq_len"], read["heads"]) == ("chosen", 1000, 4)
+    assert read["pairs"] == index.pairs()[1].sum() < index.pairs().sum()
+    with pytest.raises(ValueError, match="sample: expected 0 .. 1, got 2"):
+        index.write_pattern(tmp_path / "x.json", sample=2)
+
+
 # ---------------------------------------------------------------- patterns
 @pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize("seq_len", [1, 200, 450])
@@ -188,11 +204,17 @@ def test_patterns_choose_the_blocks_of_their_definitions(seq_len, documents):
             assert want.sum() < torch.ones_like(want).tril().sum()
 
 
-def test_a_pattern_trains_and_bf16_is_as_exact_as_its_rounding():
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        mtraining.XAttention(xattention_threshold=0.6),
+        mtraining.Moba(moba_chunk=128, moba_top_k=2),  # its units of queries and keys differ
+    ],
+    ids=["xattention", "moba"],
+)
+def test_a_pattern_trains_and_bf16_is_as_exact_as_its_rounding(pattern):
     inputs = [x.requires_grad_() for x in structured(1, 400, 4, 2, 64, dtype=torch.bfloat16)]
-    out, index = mtraining.sparse_attention(
-        *inputs, pattern=mtraining.XAttention(xattention_threshold=0.6), return_index=True
-    )
+    out, index = mtraining.sparse_attention(*inputs, pattern=pattern, return_index=True)
     want, _ = attention(*inputs, index.mask())
     assert row_error(out, want) < 2e-2
     got = torch.autograd.grad(out.float().pow(2).sum(), inputs)
