@@ -4,13 +4,13 @@
 #include <c10/core/DeviceGuard.h>
 #include <torch/csrc/autograd/custom_function.h>
 
-#include <cmath>
 #include <utility>
 
 #ifdef MT_WITH_CUDA
 #include "mtraining/attention/block_lists.h"
 #include "mtraining/attention/device_index.h"
 #endif
+#include "mtraining/attention/local_attention.h"
 #include "mtraining/attention/ring_call.h"
 #include "mtraining/attention/ring_context.h"
 #include "mtraining/attention/tensors.h"
@@ -82,26 +82,6 @@ class SparseRingAttention : public torch::autograd::Function<SparseRingAttention
   }
 };
 
-pattern::LocalAttention local_attention(RingContext& context, const at::Tensor& q,
-                                        const at::Tensor& k, double softmax_scale,
-                                        const at::Tensor& document_starts) {
-  pattern::LocalAttention local;
-  local.layout = &context.layout();
-  local.cp_rank = context.cp_rank();
-  local.batch = q.size(0);
-  local.num_q_heads = q.size(2);
-  local.num_kv_heads = k.size(2);
-  local.head_dim = q.size(3);
-  local.dtype = kernel_dtype(q, "q");
-  local.softmax_scale =
-      softmax_scale > 0 ? softmax_scale : 1 / std::sqrt(static_cast<double>(q.size(3)));
-  local.q = const_view(q);
-  local.k = const_view(k);
-  local.document_starts =
-      document_starts.defined() ? document_starts.const_data_ptr<int32_t>() : nullptr;
-  return local;
-}
-
 index::Index choose_index(const AttentionPattern& pattern, const pattern::LocalAttention& local,
                           comm::Communicator& group) {
   switch (pattern.kind) {
@@ -147,9 +127,10 @@ pattern::Recall measure_recall(RingContext& context, const AttentionCall& call, 
                             call.pattern.vertical_slash, index, call.recall_seed);
 #endif
   const at::Tensor host_q = q.cpu(), host_k = k.cpu();
-  return pattern::measure_recall(
-      local_attention(context, host_q, host_k, call.softmax_scale, documents),
-      call.pattern.vertical_slash, index, context.index_group(), call.recall_seed);
+  return pattern::measure_recall(local_attention(context.layout(), context.cp_rank(), host_q,
+                                                 host_k, call.softmax_scale, documents),
+                                 call.pattern.vertical_slash, index, context.index_group(),
+                                 call.recall_seed);
 }
 
 /// What vertical_slash would choose, in the place of a given index: its time is spent, nothing is made of it.
@@ -167,8 +148,9 @@ void estimate_beside(RingContext& context, const AttentionCall& call, const at::
   }
 #endif
   auto stretch = state.begin_stretch(q.device());
-  pattern::build_vertical_slash(local_attention(context, q, k, call.softmax_scale, documents),
-                                call.pattern.vertical_slash, context.index_group());
+  pattern::build_vertical_slash(
+      local_attention(context.layout(), context.cp_rank(), q, k, call.softmax_scale, documents),
+      call.pattern.vertical_slash, context.index_group());
   state.end_stretch(std::move(stretch), "index", 0, 0);
 }
 
@@ -248,9 +230,11 @@ AttentionOutput sparse_ring_attention(RingContext& context, const at::Tensor& q,
       }
 #endif
       if (!chosen)
-        output.index = std::make_shared<const index::Index>(choose_index(
-            call.pattern, local_attention(context, q_rows, k_rows, call.softmax_scale, documents),
-            context.index_group()));
+        output.index = std::make_shared<const index::Index>(
+            choose_index(call.pattern,
+                         local_attention(context.layout(), context.cp_rank(), q_rows, k_rows,
+                                         call.softmax_scale, documents),
+                         context.index_group()));
       state.end_stretch(std::move(stretch), "index", 0, 0);
     } else if (!output.index) {
       output.index = shared_dense_index(state, q.size(0), q.size(2));
@@ -272,6 +256,7 @@ AttentionOutput sparse_ring_attention(RingContext& context, const at::Tensor& q,
       output.recall = measure_recall(context, call, q_rows, k_rows, documents, *output.index);
     }
   }
+  if (call.chosen) call.chosen();
   auto saved = c10::make_intrusive<SavedCall>();
   saved->context = &context;
   saved->owner = call.owner;

@@ -6,6 +6,7 @@
 // The index made in forward is saved; backward never rebuilds it (docs/math/pattern.md).
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <optional>
 
@@ -49,6 +50,8 @@ struct AttentionCall {
   ForwardResult result;
   bool measure_recall = false;
   uint64_t recall_seed = 0;
+  /// Called once, also where nothing is chosen, when all of the choice has been enqueued and nothing of the launches; may be empty.
+  std::function<void()> chosen;
   std::shared_ptr<void> owner;  ///< of the context: kept as long as the graph; may be null
 };
 

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 #include <torch/csrc/autograd/autograd.h>
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <mutex>
@@ -253,6 +254,44 @@ TEST(SparseRingAttention, BesideAGivenIndexOneIsChosenOnlyWhereThatIsAskedFor) {
     EXPECT_FALSE(
         sparse_ring_attention(context, q, in.k, in.v, call).out.isfinite().all().item<bool>());
     EXPECT_EQ(chosen, 1);
+  });
+}
+
+TEST(SparseRingAttention, ItSaysOnceThatTheChoiceIsDoneBeforeTheFirstLaunch) {
+  const RingProblem problem({.seq_len = 300});
+  comm::run_loopback(2, [&](comm::Transport& transport) {
+    testing::use_one_thread();
+    RingContext context(ring_options(1, 2, LayoutKind::kBlockStriped, 64, 300), transport);
+    std::vector<std::string> order;
+    context.set_observer([&](const StepTiming& step) {
+      const std::string what = step.what;
+      if (what == "index" || what == "forward") order.push_back(what);
+    });
+    const RankInputs in = rank_inputs(problem, context.layout(), context.cp_rank());
+    const auto order_of = [&](AttentionCall call) {
+      order.clear();
+      call.chosen = [&] { order.push_back("chosen"); };
+      sparse_ring_attention(context, in.q, in.k, in.v, call);
+      return order;
+    };
+    using Order = std::vector<std::string>;
+    AttentionCall call;
+    const Order chosen = order_of(call);
+    ASSERT_GE(chosen.size(), 3u);
+    EXPECT_EQ(Order(chosen.begin(), chosen.begin() + 3), (Order{"index", "chosen", "forward"}));
+    EXPECT_EQ(std::count(chosen.begin(), chosen.end(), "chosen"), 1);
+    call.pattern.kind = pattern::PatternKind::kFixed;
+    call.pattern.given = shared(problem.index());
+    const Order given = order_of(call);
+    EXPECT_EQ(Order(given.begin(), given.begin() + 2), (Order{"chosen", "forward"}));
+    call.pattern.estimate = true;
+    EXPECT_EQ(order_of(call), chosen);
+    call.pattern.estimate = false;
+    call.index = call.pattern.given;
+    EXPECT_EQ(order_of(call), given);
+    // A result that is given launches nothing.
+    call.result = ring_forward(context, in.q, in.k, in.v, call.index, 0, at::Tensor());
+    EXPECT_EQ(order_of(call), Order{"chosen"});
   });
 }
 

@@ -103,6 +103,7 @@ attention::AttentionOutput AttentionLayers::first(const AttendRequest& request, 
   const bool dense = call.pattern.kind == pattern::PatternKind::kDense;
   call.measure_recall = request.measure_recall && !dense;
   call.recall_seed = request.recall_seed;
+  call.chosen = request.chosen;
   if (request.replay != nullptr) {
     MT_CHECK_ARG(static_cast<int64_t>(request.replay->size()) == num_layers_, "replay: expected ",
                  num_layers_, " indices, got ", request.replay->size());

@@ -26,6 +26,8 @@ struct AttendRequest {
   uint64_t recall_seed = 0;
   /// Given: one index a layer, replayed instead of built.
   const std::vector<std::shared_ptr<const index::Index>>* replay = nullptr;
+  /// Called in each layer between its choice and its launches; may be empty.
+  std::function<void()> chosen;
   int64_t keep_layer = -1;  ///< layer whose q and k (this rank's shards) are kept; -1: none
 };
 

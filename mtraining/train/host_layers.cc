@@ -87,16 +87,24 @@ void HostLayers::put(int64_t layer, std::vector<at::Tensor> tensors) {
     kept.shapes.push_back(tensor.defined() ? at::empty_like(tensor, at::kMeta) : at::Tensor());
   }
   if (kept.memory.empty()) kept.memory = pinned_pieces(bytes);
+  send();
   while (leaving_.size() >= kMostLeaving) release_left();
+  waiting_ = {layer, std::move(tensors)};
+}
+
+void HostLayers::send() {
+  if (!waiting_) return;
+  const Waiting waiting = *std::exchange(waiting_, {});
+  const std::vector<at::Tensor>& memory = kept_.at(waiting.layer).memory;
   c10::Event made(device_.type());
   made.record(current_stream(device_));
   made.block(*copies_);
   {
     const c10::StreamGuard guard(*copies_);
     int64_t offset = 0;
-    for (const at::Tensor& tensor : tensors) {
+    for (const at::Tensor& tensor : waiting.tensors) {
       if (!tensor.defined()) continue;
-      for_each_run(tensor, kept.memory, offset, [](const at::Tensor& here, at::Tensor there) {
+      for_each_run(tensor, memory, offset, [](const at::Tensor& here, at::Tensor there) {
         there.copy_(here, /*non_blocking=*/true);
       });
       offset += padded_bytes(tensor);
@@ -104,7 +112,7 @@ void HostLayers::put(int64_t layer, std::vector<at::Tensor> tensors) {
   }
   c10::Event copied(device_.type());
   copied.record(*copies_);
-  leaving_.push_back({std::move(tensors), std::move(copied)});
+  leaving_.push_back({waiting.tensors, std::move(copied)});
 }
 
 void HostLayers::release_left() {
@@ -116,6 +124,7 @@ void HostLayers::fetch(int64_t layer) {
   const auto found = kept_.find(layer);
   if (!copies_ || found == kept_.end() || !found->second.is_away || found->second.returned) return;
   Kept& kept = found->second;
+  send();
   while (!leaving_.empty()) release_left();
   // Allocated in the order of the current stream, whose kernels may still use that memory.
   kept.tensors.clear();
@@ -152,6 +161,7 @@ std::vector<at::Tensor> HostLayers::take(int64_t layer) {
 }
 
 void HostLayers::clear() {
+  waiting_.reset();
   while (!leaving_.empty()) release_left();
   for (auto& [layer, kept] : kept_) {
     if (kept.is_away) {

@@ -6,6 +6,8 @@
 // Copies run on a stream of their own beside the layers' kernels. The host never waits and tensors are freed in the order of the
 // current stream: one that is put away is held until the layer after the next comes, when its copy is long done. Host memory is
 // allocated at a layer's first turn and stays: a train step allocates none of it again. On the CPU the tensors are kept as they are.
+// A layer that is put away is not sent at once: a device's copies to the host run in the order of their coming, whatever their stream, and
+// the next layer's choice of an index waits for few bytes of such a copy. send() is called behind that choice.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -31,7 +33,10 @@ class HostLayers {
 
   bool holds(int64_t layer) const { return layer >= 0 && layer < count_; }
   /// Undefined tensors stay undefined. A layer's tensors are of the same sizes each time.
+  /// Sent by the next send(), or by any other call that comes first.
   void put(int64_t layer, std::vector<at::Tensor> tensors);
+  /// Begins to send what was put away last, behind the work that the current stream has now; else nothing.
+  void send();
   /// Once a put(); the current stream waits for the bytes.
   std::vector<at::Tensor> take(int64_t layer);
   /// Begins to bring a layer back, where it has been put away; else nothing.
@@ -54,11 +59,16 @@ class HostLayers {
     c10::Event copied;
   };
   void release_left();
+  struct Waiting {
+    int64_t layer = 0;
+    std::vector<at::Tensor> tensors;
+  };
 
   at::Device device_;
   int64_t count_;
   std::optional<c10::Stream> copies_;
   std::map<int64_t, Kept> kept_;
+  std::optional<Waiting> waiting_;
   std::deque<Leaving> leaving_;
 };
 

@@ -158,7 +158,9 @@ model::RunLayer Trainer::State::run_layer(const AttendRequest& request, int64_t 
   const Recompute mode = config.train.recompute;
   if (mode == Recompute::kNone || !at::GradMode::is_enabled())
     return decoder.layers_with(layers.attend(request), part_observer(step));
-  return recomputed_layers(decoder, mode, layers.attend_twice(request), part_observer(step),
+  AttendRequest sending = request;
+  sending.chosen = [this] { host_layers.send(); };
+  return recomputed_layers(decoder, mode, layers.attend_twice(sending), part_observer(step),
                            &host_layers, config.train.recompute_span);
 }
 
@@ -175,6 +177,7 @@ SummedLoss Trainer::State::forward(const data::Batch& batch, AttendRequest reque
     throw ExternalError(
         concat("train_step ", current_step + 1, ": training has diverged: ", error.what()));
   }
+  host_layers.send();  // a last layer that no other follows
   times.begin("head_and_loss", "model", step + 1);
   SummedLoss loss = chunked_loss(hidden.reshape({-1, hidden.size(-1)}), decoder.head_weight(),
                                  batch.labels.reshape({-1}), config.train.loss_chunk);
