@@ -11,6 +11,7 @@
 #include "mtraining/base/check.h"
 #include "mtraining/layout/layout.h"
 #include "mtraining/torch_ops/attend.h"
+#include "mtraining/torch_ops/estimate.h"
 #include "mtraining/torch_ops/later_checks.h"
 
 namespace mtraining::torch_ops {
@@ -98,6 +99,19 @@ void check_block_bits(const BlockBits& blocks, int64_t seq_len) {
 
 index::Index from_bits(const BlockBits& blocks, int64_t seq_len) {
   return attention::index_of(as_choice(blocks, seq_len), blocks.bits.contiguous().flatten(0, 1));
+}
+
+at::Tensor bits_of_index(const index::Index& index) {
+  const int64_t blocks = index.num_blocks(), words = units_of(blocks, kBitsAWord);
+  at::Tensor bits = at::zeros({index.batch, index.num_q_heads, blocks, words}, at::kInt);
+  auto* const all = reinterpret_cast<uint32_t*>(bits.mutable_data_ptr<int32_t>());
+  for (int64_t row = 0; row < int64_t{index.batch} * index.num_q_heads; ++row) {
+    for (int64_t q = 0; q < blocks; ++q) {
+      for (const int32_t k : index.blocks.row(row, q, blocks))
+        all[(row * blocks + q) * words + k / kBitsAWord] |= uint32_t{1} << (k % kBitsAWord);
+    }
+  }
+  return bits;
 }
 
 at::Tensor longest_list(const BlockBits& blocks, int64_t seq_len) {
@@ -190,6 +204,20 @@ at::Tensor bits_of_lists(const at::Tensor& offsets, const at::Tensor& indices) {
         .copy_(attention::packed_bits(chosen.narrow(0, 0, cells).view({count, -1})));
   }
   return bits.view({batch, heads, units, -1});
+}
+
+pattern::XAttentionOptions xattention_options(int64_t block, int64_t stride, double threshold) {
+  pattern::XAttentionOptions options;
+  options.block = checked_int("xattention_block", block);
+  options.stride = checked_int("xattention_stride", stride);
+  options.threshold = threshold;
+  pattern::check(options);
+  return options;
+}
+pattern::MobaOptions moba_options(int64_t chunk, int64_t top_k) {
+  const pattern::MobaOptions options{.chunk = chunk, .top_k = top_k};
+  pattern::check(options);
+  return options;
 }
 
 at::Tensor choose_xattention(const at::Tensor& q, const at::Tensor& k,

@@ -40,6 +40,9 @@ void check_block_bits(const BlockBits& blocks, int64_t seq_len);
 /// Of the CPU's memory.
 index::Index from_bits(const BlockBits& blocks, int64_t seq_len);
 
+/// Of an index in block form, in units of one block; in the CPU's memory.
+at::Tensor bits_of_index(const index::Index& index);
+
 /// mask bool [B, H, N, N]. Errors: InvalidArgument.
 at::Tensor bits_of_mask(const at::Tensor& mask);
 /// List of row i of blocks: indices[offsets[b, h, i]] .. indices[offsets[b, h, i + 1] - 1], in any order, one twice is one.
@@ -48,6 +51,10 @@ at::Tensor bits_of_lists(const at::Tensor& offsets, const at::Tensor& indices);
 
 /// int64 []: blocks of 64 in the longest list of a head. Of the CPU's memory.
 at::Tensor longest_list(const BlockBits& blocks, int64_t seq_len);
+
+/// The options as Python passes them, checked.
+pattern::XAttentionOptions xattention_options(int64_t block, int64_t stride, double threshold);
+pattern::MobaOptions moba_options(int64_t chunk, int64_t top_k);
 
 /// q [B, S, H, D], k [B, S, Hk, D]; document_starts [B, S] int32 or undefined; where the device has those, the host waits for them.
 at::Tensor choose_xattention(const at::Tensor& q, const at::Tensor& k,

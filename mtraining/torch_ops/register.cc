@@ -394,26 +394,63 @@ RingResult ring_attend_vertical_slash(
     const std::string& selection, int64_t sink_tokens, int64_t local_blocks,
     std::optional<int64_t> max_columns, std::optional<int64_t> max_diagonals,
     double dense_threshold, double recall_floor, int64_t recall_rows) {
-  const pattern::VerticalSlashOptions options = in_python_terms([&] {
+  attention::AttentionPattern pattern;
+  pattern.vertical_slash = in_python_terms([&] {
     return make_options(p_vertical, p_slash, last_q, window, slash_pooling, selection, sink_tokens,
                         local_blocks, max_columns, max_diagonals, dense_threshold, recall_floor,
                         recall_rows);
   });
-  return ring->attend(q, k, v, or_undefined(document_starts), softmax_scale, options, {},
+  return ring->attend(q, k, v, or_undefined(document_starts), softmax_scale, pattern, {},
+                      want_index);
+}
+
+attention::AttentionPattern of_kind(pattern::PatternKind kind) {
+  attention::AttentionPattern pattern;
+  pattern.kind = kind;
+  return pattern;
+}
+
+RingResult ring_attend_xattention(const c10::intrusive_ptr<Ring>& ring, const Tensor& q,
+                                  const Tensor& k, const Tensor& v,
+                                  const MaybeTensor& document_starts, double softmax_scale,
+                                  bool want_index, int64_t block, int64_t stride,
+                                  double threshold) {
+  attention::AttentionPattern pattern = of_kind(pattern::PatternKind::kXAttention);
+  pattern.xattention =
+      in_python_terms([&] { return xattention_options(block, stride, threshold); });
+  return ring->attend(q, k, v, or_undefined(document_starts), softmax_scale, pattern, {},
+                      want_index);
+}
+
+RingResult ring_attend_moba(const c10::intrusive_ptr<Ring>& ring, const Tensor& q, const Tensor& k,
+                            const Tensor& v, const MaybeTensor& document_starts,
+                            double softmax_scale, bool want_index, int64_t chunk, int64_t top_k) {
+  attention::AttentionPattern pattern = of_kind(pattern::PatternKind::kMoba);
+  pattern.moba = in_python_terms([&] { return moba_options(chunk, top_k); });
+  return ring->attend(q, k, v, or_undefined(document_starts), softmax_scale, pattern, {},
                       want_index);
 }
 
 RingResult ring_attend_dense(const c10::intrusive_ptr<Ring>& ring, const Tensor& q, const Tensor& k,
                              const Tensor& v, const MaybeTensor& document_starts,
                              double softmax_scale, bool want_index) {
-  return ring->attend(q, k, v, or_undefined(document_starts), softmax_scale, std::nullopt, {},
-                      want_index);
+  return ring->attend(q, k, v, or_undefined(document_starts), softmax_scale,
+                      of_kind(pattern::PatternKind::kDense), {}, want_index);
 }
 
 RingResult ring_attend_index(const c10::intrusive_ptr<Ring>& ring, const Tensor& q, const Tensor& k,
                              const Tensor& v, const std::vector<Tensor>& index,
                              const MaybeTensor& document_starts, double softmax_scale) {
-  return ring->attend(q, k, v, or_undefined(document_starts), softmax_scale, std::nullopt, index,
+  return ring->attend(q, k, v, or_undefined(document_starts), softmax_scale,
+                      of_kind(pattern::PatternKind::kDense), {index, {}}, false);
+}
+
+RingResult ring_attend_blocks(const c10::intrusive_ptr<Ring>& ring, const Tensor& q,
+                              const Tensor& k, const Tensor& v, const Tensor& bits,
+                              int64_t query_unit, int64_t key_unit,
+                              const MaybeTensor& document_starts, double softmax_scale) {
+  return ring->attend(q, k, v, or_undefined(document_starts), softmax_scale,
+                      of_kind(pattern::PatternKind::kDense), {{}, {bits, query_unit, key_unit, 0}},
                       false);
 }
 
@@ -430,7 +467,10 @@ TORCH_LIBRARY(mtraining, m) {
   m.class_<Ring>("Ring")
       .def("attend_vertical_slash", &ring_attend_vertical_slash)
       .def("attend_dense", &ring_attend_dense)
+      .def("attend_xattention", &ring_attend_xattention)
+      .def("attend_moba", &ring_attend_moba)
       .def("attend_index", &ring_attend_index)
+      .def("attend_blocks", &ring_attend_blocks)
       .def("barrier", &Ring::barrier)
       .def("bytes_sent", &Ring::bytes_sent)
       .def_static("open", &open_ring);

@@ -10,7 +10,6 @@
 
 #include "mtraining/torch_ops/attend.h"
 #include "mtraining/torch_ops/block_bits.h"
-#include "mtraining/torch_ops/estimate.h"
 #include "mtraining/torch_ops/registration.h"
 #ifdef MT_WITH_CUDA
 #include "mtraining/torch_ops/block_lists.h"
@@ -189,20 +188,6 @@ Gradients attend_blocks_backward_autograd(const Tensor& dout, const Tensor& q, c
 }
 
 // ---------------------------------------------------------------- bits
-pattern::XAttentionOptions xattention_options(int64_t block, int64_t stride, double threshold) {
-  pattern::XAttentionOptions options;
-  options.block = checked_int("xattention_block", block);
-  options.stride = checked_int("xattention_stride", stride);
-  options.threshold = threshold;
-  pattern::check(options);
-  return options;
-}
-pattern::MobaOptions moba_options(int64_t chunk, int64_t top_k) {
-  const pattern::MobaOptions options{.chunk = chunk, .top_k = top_k};
-  pattern::check(options);
-  return options;
-}
-
 Tensor block_bits_of_mask(const Tensor& mask) {
   check_devices({"mask", mask}, {});
   return in_python_terms([&] { return bits_of_mask(mask); });

@@ -63,8 +63,7 @@ Ring::Ring(const c10::IValue& group, const RingShape& shape) {
 std::tuple<at::Tensor, at::Tensor, std::vector<at::Tensor>> Ring::attend(
     const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
     const at::Tensor& document_starts, double softmax_scale,
-    const std::optional<pattern::VerticalSlashOptions>& options,
-    const std::vector<at::Tensor>& index, bool want_index) {
+    const attention::AttentionPattern& pattern, const GivenIndex& index, bool want_index) {
   set_num_threads(at::get_num_threads());  // stays: backward runs in this thread as well
   return in_python_terms([&]() -> std::tuple<at::Tensor, at::Tensor, std::vector<at::Tensor>> {
     try {
@@ -73,20 +72,26 @@ std::tuple<at::Tensor, at::Tensor, std::vector<at::Tensor>> Ring::attend(
       call.softmax_scale = softmax_scale;
       call.document_starts = document_starts;
       call.owner = open_;
-      call.pattern.kind =
-          options ? pattern::PatternKind::kVerticalSlash : pattern::PatternKind::kDense;
-      if (options) call.pattern.vertical_slash = *options;
-      if (!index.empty()) {
-        MT_CHECK_ARG(index.size() == 4, "index: expected 4 tensors, got ", index.size());
+      call.pattern = pattern;
+      if (index.blocks.defined()) {
+        BlockBits host = index.blocks;
+        host.bits = host.bits.cpu();
+        check_block_bits(host, seq_len);
+        call.index = std::make_shared<const index::Index>(from_bits(host, seq_len));
+      } else if (!index.lists.empty()) {
+        const std::vector<at::Tensor>& lists = index.lists;
+        MT_CHECK_ARG(lists.size() == 4, "index: expected 4 tensors, got ", lists.size());
         call.index = std::make_shared<const index::Index>(from_tensors(
-            {index[0].cpu(), index[1].cpu(), index[2].cpu(), index[3].cpu(), {}, {}}, seq_len));
+            {lists[0].cpu(), lists[1].cpu(), lists[2].cpu(), lists[3].cpu(), {}, {}}, seq_len));
       }
-      check_agreement(call_values(q, k, document_starts, softmax_scale, options, call.index.get()),
+      check_agreement(call_values(q, k, document_starts, softmax_scale, pattern, call.index.get()),
                       open_->context->index_group());
       const attention::AttentionOutput output =
           attention::sparse_ring_attention(*open_->context, q, k, v, call);
       std::vector<at::Tensor> used;
-      if (want_index) {
+      if (want_index && output.index->has_blocks()) {
+        used = {bits_of_index(*output.index).to(q.device())};
+      } else if (want_index) {
         const IndexTensors tensors =
             to_tensors(*output.index, std::max<int64_t>(output.index->diagonals.capacity, 1),
                        std::max<int64_t>(output.index->columns.capacity, 1));

@@ -10,13 +10,13 @@
 #include <torch/custom_class.h>
 
 #include <memory>
-#include <optional>
 #include <string>
 #include <tuple>
 #include <vector>
 
 #include "mtraining/attention/autograd.h"
 #include "mtraining/comm/transport.h"
+#include "mtraining/torch_ops/block_bits.h"
 
 namespace mtraining::torch_ops {
 
@@ -37,13 +37,17 @@ class Ring : public torch::CustomClassHolder {
   /// Collective over the members. `group`: torch's ProcessGroup, boxed.
   Ring(const c10::IValue& group, const RingShape& shape);
 
-  /// Collective. q, k, v: this rank's shards, differentiable. index: none, or the four tensors of one to replay. Returns out,
-  /// lse and, where wanted, the tensors of the index. A failure is told to the other ranks, and ends this ring's use.
+  /// One to replay, in host memory or a GPU's, as tensors or as bits of blocks; neither: none.
+  struct GivenIndex {
+    std::vector<at::Tensor> lists;
+    BlockBits blocks;
+  };
+  /// Collective. q, k, v: this rank's shards, differentiable. Returns out, lse and, where wanted, the tensors of the index: of one of
+  /// blocks its bits, in units of one block. A failure is told to the other ranks, and ends this ring's use.
   std::tuple<at::Tensor, at::Tensor, std::vector<at::Tensor>> attend(
       const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
       const at::Tensor& document_starts, double softmax_scale,
-      const std::optional<pattern::VerticalSlashOptions>& options,
-      const std::vector<at::Tensor>& index, bool want_index);
+      const attention::AttentionPattern& pattern, const GivenIndex& index, bool want_index);
   /// Collective: all members are done with what they called before.
   void barrier();
   int64_t bytes_sent() const { return open_->context->bytes_sent(); }

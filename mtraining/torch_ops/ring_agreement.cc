@@ -56,20 +56,38 @@ std::string documents_text(const at::Tensor& document_starts) {
   return digest.text();
 }
 
+/// As Python knows them.
+const char* name_of(pattern::PatternKind kind) {
+  switch (kind) {
+    case pattern::PatternKind::kVerticalSlash:
+      return "VerticalSlash";
+    case pattern::PatternKind::kXAttention:
+      return "XAttention";
+    case pattern::PatternKind::kMoba:
+      return "Moba";
+    case pattern::PatternKind::kDense:
+    case pattern::PatternKind::kFixed:
+      break;
+  }
+  return "Dense";
+}
+
 }  // namespace
 
 std::vector<AgreedValue> call_values(const at::Tensor& q, const at::Tensor& k,
                                      const at::Tensor& document_starts, double softmax_scale,
-                                     const std::optional<pattern::VerticalSlashOptions>& options,
+                                     const attention::AttentionPattern& pattern,
                                      const index::Index* replayed) {
+  using pattern::PatternKind;
   Digest lists;
   if (replayed != nullptr) {
     lists.add(replayed->diagonals);
     lists.add(replayed->columns);
+    const index::BlockRows& blocks = replayed->blocks;
+    lists.add(blocks.row_begin.data(), blocks.row_begin.size() * sizeof(int64_t));
+    lists.add(blocks.key_blocks.data(), blocks.key_blocks.size() * sizeof(int32_t));
   }
-  const std::string kind = replayed != nullptr ? "a given index"
-                           : options           ? "VerticalSlash"
-                                               : "Dense";
+  const std::string kind = replayed != nullptr ? "a given index" : name_of(pattern.kind);
   std::vector<AgreedValue> values = {
       {"pattern", kind},
       {"index", replayed != nullptr ? lists.text() : "none"},
@@ -79,10 +97,14 @@ std::vector<AgreedValue> call_values(const at::Tensor& q, const at::Tensor& k,
       {"softmax_scale", as_text(softmax_scale)},
       {"document_starts", documents_text(document_starts)},
   };
-  const auto add = [&](const char* name, const auto& value) {
-    values.push_back({concat("pattern (", name, ")"), options ? as_text(value) : "none"});
+  const auto add_of = [&](PatternKind kind, const char* name, const auto& value) {
+    const bool counts = replayed == nullptr && pattern.kind == kind;
+    values.push_back({concat("pattern (", name, ")"), counts ? as_text(value) : "none"});
   };
-  const pattern::VerticalSlashOptions shown = options.value_or(pattern::VerticalSlashOptions());
+  const auto add = [&](const char* name, const auto& value) {
+    add_of(PatternKind::kVerticalSlash, name, value);
+  };
+  const pattern::VerticalSlashOptions& shown = pattern.vertical_slash;
   add("p_vertical", shown.p_vertical);
   add("p_slash", shown.p_slash);
   add("last_q", shown.last_q);
@@ -96,6 +118,11 @@ std::vector<AgreedValue> call_values(const at::Tensor& q, const at::Tensor& k,
   add("dense_threshold", shown.dense_threshold);
   add("recall_floor", shown.recall_floor);
   add("recall_rows", shown.recall_rows);
+  add_of(PatternKind::kXAttention, "xattention_block", pattern.xattention.block);
+  add_of(PatternKind::kXAttention, "xattention_stride", pattern.xattention.stride);
+  add_of(PatternKind::kXAttention, "xattention_threshold", pattern.xattention.threshold);
+  add_of(PatternKind::kMoba, "moba_chunk", pattern.moba.chunk);
+  add_of(PatternKind::kMoba, "moba_top_k", pattern.moba.top_k);
   return values;
 }
 

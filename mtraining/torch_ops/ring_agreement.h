@@ -7,14 +7,13 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
-#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
 
+#include "mtraining/attention/autograd.h"
 #include "mtraining/comm/transport.h"
 #include "mtraining/index/index.h"
-#include "mtraining/pattern/pattern.h"
 
 namespace mtraining::torch_ops {
 
@@ -27,7 +26,7 @@ inline constexpr size_t kAgreedBytes = 48;
 /// The pattern or the replayed index, q's dtype, the shapes of q and k, the scale and the documents.
 std::vector<AgreedValue> call_values(const at::Tensor& q, const at::Tensor& k,
                                      const at::Tensor& document_starts, double softmax_scale,
-                                     const std::optional<pattern::VerticalSlashOptions>& options,
+                                     const attention::AttentionPattern& pattern,
                                      const index::Index* replayed);
 
 /// Collective: one all-gather of 48 bytes a value. Errors: InvalidArgument `ranks differ in NAME: rank 0 has A, rank 2 has B`.

@@ -13,10 +13,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from mtraining import library as _library  # noqa: F401 registers torch.classes.mtraining
+from mtraining.blocks import BlockIndex, of_bits
 from mtraining.index import Index
 from mtraining.layout import Ranks, ranks_of
 from mtraining.ops import as_document_starts, as_scale, check_tensors
-from mtraining.pattern import Dense, Pattern, VerticalSlash, checked
+from mtraining.pattern import Dense, Moba, Pattern, XAttention, checked
 
 # Rings that one group keeps open: each holds communicators, threads and buffers of its own.
 MAX_OPEN_RINGS = 8
@@ -87,7 +88,7 @@ def ring_attention(
     prefetch_steps: int = 2,
     columns: str = "once",
     gradient_transport: str = "fp32",
-    index: Index | None = None,
+    index: Index | BlockIndex | None = None,
     return_lse: bool = False,
     return_index: bool = False,
 ):
@@ -101,7 +102,7 @@ def ring_attention(
             gives them; bf16, fp16, float32, float64; any strides.
         group: one flat ring over its ranks (None: all ranks). device_mesh: 1-D likewise; 2-D is outer (nodes) x inner (ranks of
             a node) and runs the hierarchical ring. Not both.
-        pattern: VerticalSlash or Dense; None: VerticalSlash(). softmax_scale: None: 1 / sqrt(D).
+        pattern: VerticalSlash, Dense, XAttention or Moba; None: VerticalSlash(). softmax_scale: None: 1 / sqrt(D).
         document_starts: int [B, S] of the whole sequence, the same on every rank; None: one document.
         deterministic: None: torch.are_deterministic_algorithms_enabled(). On the CPU results are the same from run to run
             either way.
@@ -109,8 +110,8 @@ def ring_attention(
             Rows of padding: out = 0, no gradient.
         layout, stripe, ring ("flat" or "hierarchical"; None: what the mesh says), inner, ring_stride, prefetch_steps, columns,
             gradient_transport: keys of the configuration's [attention] table.
-        index: an Index that was returned earlier, to be used again instead of choosing one; seq_len, document_starts and
-            softmax_scale are then its own where they are not given.
+        index: an Index that was returned earlier, or a BlockIndex of the whole sequence, to be used instead of choosing one;
+            seq_len, document_starts and softmax_scale are then its own where they are not given.
 
     Returns: out [B, S_local, H, D] in q's dtype; with return_lse and return_index a tuple (out[, lse][, index]): lse
     [B, H, S_local] float32, not differentiable; the index is the same on every rank.
@@ -122,16 +123,12 @@ def ring_attention(
     pattern = checked(pattern)
     check_tensors(q=q, k=k, v=v)
     if index is not None:
-        if not isinstance(index, Index):
+        if not isinstance(index, (Index, BlockIndex)):
             raise ValueError(f"index: expected an Index or None, got {type(index).__name__}")
         seq_len = index.seq_len if seq_len is None else seq_len
         document_starts = index.document_starts if document_starts is None else document_starts
     replayed = index is not None and softmax_scale is None
     scale = index.softmax_scale if replayed else as_scale(softmax_scale)
-    if not isinstance(pattern, (Dense, VerticalSlash)):
-        raise NotImplementedError(
-            f"pattern: expected VerticalSlash or Dense over ranks, got {type(pattern).__name__}"
-        )
     if group is not None and device_mesh is not None:
         raise ValueError("ring_attention: expected group or device_mesh, got both")
     ranks = ranks_of(device_mesh if device_mesh is not None else group)
@@ -175,20 +172,28 @@ def ring_attention(
         on_device=q.is_cuda,
     )
     try:
-        if index is not None:
+        if isinstance(index, BlockIndex):
+            given = index.bits, index.query_unit, index.key_unit
+            out, lse, used = opened.attend_blocks(q, k, v, *given, documents, scale)
+        elif index is not None:
             out, lse, used = opened.attend_index(q, k, v, list(index.lists()), documents, scale)
         elif isinstance(pattern, Dense):
             out, lse, used = opened.attend_dense(q, k, v, documents, scale, return_index)
         else:
-            out, lse, used = opened.attend_vertical_slash(
-                q, k, v, documents, scale, return_index, *pattern.arguments()
-            )
+            attend = opened.attend_vertical_slash
+            if isinstance(pattern, (XAttention, Moba)):
+                attend = (
+                    opened.attend_moba if isinstance(pattern, Moba) else opened.attend_xattention
+                )
+            out, lse, used = attend(q, k, v, documents, scale, return_index, *pattern.arguments())
     except Exception:
         rings.drop(key)
         raise
     if not (return_lse or return_index):
         return out
-    if return_index and index is None:
+    if return_index and index is None and isinstance(pattern, (XAttention, Moba)):
+        index = of_bits(used[0], seq_len, 1, 1, documents, scale)
+    elif return_index and index is None:
         observed = () if isinstance(pattern, Dense) else (pattern.last_q, pattern.window)
         index = Index(seq_len, *used, documents, scale, *observed)
     return (out, *([lse] if return_lse else []), *([index] if return_index else []))

@@ -19,11 +19,14 @@ from torch.distributed.device_mesh import init_device_mesh
 import mtraining
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
+from block_cases import random_blocks  # noqa: E402
 from dense_reference import attention, mask_of, structured  # noqa: E402
 
 SPARSE = mtraining.VerticalSlash(
     p_vertical=0.3, p_slash=0.3, sink_tokens=3, local_blocks=1, dense_threshold=1.0
 )
+FEW_BLOCKS = mtraining.XAttention(xattention_block=64, xattention_threshold=0.5)
+FEW_CHUNKS = mtraining.Moba(moba_chunk=64, moba_top_k=3)
 
 
 def equals_one_process(mesh, seq_len, pattern, documents=None, dtype=torch.float32, **options):
@@ -48,7 +51,11 @@ def equals_one_process(mesh, seq_len, pattern, documents=None, dtype=torch.float
     out, lse, used = mtraining.ring_attention(
         *parts[:3], return_lse=True, return_index=True, **call
     )
-    for mine, theirs in zip(used.lists(), index.lists(), strict=True):  # bit for bit
+    if isinstance(index, mtraining.BlockIndex):
+        assert torch.equal(used.blocks(), index.blocks())
+        assert 0 < index.density() < 0.9
+    lists = () if isinstance(index, mtraining.BlockIndex) else (used.lists(), index.lists())
+    for mine, theirs in zip(*lists, strict=True):  # bit for bit
         assert torch.equal(mine, theirs[..., : mine.shape[-1]] if mine.dim() == 3 else theirs)
     grads = torch.autograd.grad((out * parts[3]).sum(), inputs)
 
@@ -70,6 +77,18 @@ def equals_one_process(mesh, seq_len, pattern, documents=None, dtype=torch.float
     del call["seq_len"], call["document_starts"]
     again = mtraining.ring_attention(*parts[:3], index=used, **call)
     assert torch.equal(again, out)
+
+
+def given_blocks_equal_one_process():
+    q, k, v = structured(2, 500, 4, 2, 64)
+    index = mtraining.block_index(random_blocks(2, 4, 500, 128), seq_len=500, block_size=128)
+    want, want_lse = mtraining.attend(q, k, v, index)
+    parts = [mtraining.shard(x) for x in (q, k, v)]
+    out, lse = mtraining.ring_attention(*parts, index=index, return_lse=True)
+    torch.testing.assert_close(mtraining.unshard(out, seq_len=500), want, rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        mtraining.unshard(lse, dim=2, seq_len=500), want_lse, rtol=0, atol=1e-5
+    )
 
 
 def round_trips(mesh):
@@ -135,6 +154,10 @@ def errors_are_told_to_all(rank):
             r"pattern \(p_vertical\): rank 0 has 0.9\d*, rank 1 has 0.5",
         ),
         ({"pattern": either}, "pattern: rank 0 has VerticalSlash, rank 1 has Dense"),
+        (
+            {"pattern": mtraining.Moba(moba_chunk=64 + 64 * rank)},
+            r"pattern \(moba_chunk\): rank 0 has 64, rank 1 has 128",
+        ),
         ({"document_starts": documents}, "document_starts: rank 0"),
         ({"softmax_scale": 0.5 + rank}, "softmax_scale: rank 0 has 0.5, rank 1 has 1.5"),
         ({"index": index if rank else None}, "pattern: .*rank 1 has a given index"),
@@ -195,6 +218,9 @@ def two_processes(rank):
         [torch.arange(700) // 77 * 77, torch.where(torch.arange(700) < 64, 0, 64)]
     )
     equals_one_process(None, 700, SPARSE, documents=documents)
+    equals_one_process(None, 700, FEW_BLOCKS, documents=documents)
+    equals_one_process(None, 700, FEW_CHUNKS, layout="zigzag")
+    given_blocks_equal_one_process()
     equals_one_process(init_device_mesh("cpu", (2,)), 300, SPARSE, deterministic=True)
     errors_are_told_to_all(rank)
     many_lengths_keep_few_rings()
@@ -208,6 +234,7 @@ def four_processes(rank):
     equals_one_process(None, 700, SPARSE, ring_stride=3)
     equals_one_process(mesh, 700, SPARSE)
     equals_one_process(mesh, 700, SPARSE, inner="ring", prefetch_steps=1)
+    equals_one_process(mesh, 700, FEW_BLOCKS)
     equals_one_process(mesh, 700, mtraining.Dense(), layout="contiguous")
     equals_one_process(mesh, 700, SPARSE, ring="flat", layout="zigzag")
     with pytest.raises(ValueError, match="ring: expected hierarchical over a 2-D device_mesh"):
