@@ -16,12 +16,14 @@ import torch.distributed as dist
 import torch.nn.functional as functional
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.experimental import context_parallel
+from torch.distributed.tensor.experimental._attention import set_rotate_method
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 
 def measure(options: argparse.Namespace) -> dict:
     rank, world = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh("cuda", (world,))
+    set_rotate_method(options.rotate)
 
     def make(heads: int) -> torch.Tensor:
         return torch.randn(
@@ -76,6 +78,7 @@ def measure(options: argparse.Namespace) -> dict:
         "fwd_tflops_a_gpu": round(flops / fwd * 1e-9 / world, 1),
         "bwd_tflops_a_gpu": round(2.5 * flops / bwd * 1e-9 / world, 1),
         "peer": f"torch {torch.__version__} context_parallel, cuDNN",
+        "rotate": options.rotate,
         "device": f"{world} x {torch.cuda.get_device_name()}, CUDA {torch.version.cuda}",
         "commit": os.environ.get("MTRAINING_COMMIT", ""),
         "num_q_heads": options.heads,
@@ -93,6 +96,12 @@ def main() -> None:
     parser.add_argument("--seq-len", type=int, default=262144)
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument(
+        "--rotate",
+        choices=["allgather", "alltoall"],
+        default="allgather",
+        help="how K and V travel",
+    )
     parser.add_argument("--warm-up", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()

@@ -161,6 +161,8 @@ class Runner:
         environments = []
         for rank in range(ranks):
             environment = {"OMP_NUM_THREADS": "1"} if job.program != "train" else {}
+            if job.program == "peer" and "MTRAINING_COMMIT" not in os.environ:
+                environment["MTRAINING_COMMIT"] = self.commit
             if job.program != "train" and not job.virtual:
                 environment |= scaling_job.rank_environment(rank, ranks, port)
             if job.halves_apart:

@@ -184,7 +184,12 @@ def dense_jobs(sizes: Sizes) -> list[Job]:
                 jobs.append(ring_job("dense", gpus, facts, rings, flags, switches=switches))
             if gpus > 1 and sizes.on_gpu:
                 peer = {"seq-len": seq_len, "heads": 16, "repeats": 2}
-                for rotate in ("allgather", "alltoall"):
+                both = (
+                    ("allgather", "alltoall")
+                    if seq_len == sizes.dense_lengths[-1]
+                    else ("allgather",)
+                )
+                for rotate in both:
                     facts = {"seq_len": seq_len, "peer": "torch context parallel", "rotate": rotate}
                     jobs.append(
                         Job("peer", (Case("dense", gpus, facts),), {**peer, "rotate": rotate})
@@ -196,7 +201,7 @@ def dense_jobs(sizes: Sizes) -> list[Job]:
         if gpus > 2:
             rings.append({"ring": "hierarchical", "inner": "ring"})
         for mask, words in (({"density": 1}, "dense"), (dict(sizes.sparse), "sparse")):
-            flags = {**common, "repeats": 3, **mask, "seq-len": seq_len}
+            flags = {**common, **mask, "seq-len": seq_len}
             for slow in (False, True):
                 facts = {
                     "seq_len": seq_len,

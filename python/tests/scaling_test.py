@@ -269,6 +269,14 @@ def test_a_flat_rings_link_carries_all_shards_but_one_a_hierarchical_rings_one_a
     assert rows_of_runs.link_ms({**row, "ring": "flat"}, True)[0] == pytest.approx(23 * shard_ms)
 
 
+def test_the_peer_knows_every_flag_that_it_gets():
+    source = (ROOT / "bench" / "context_parallel_peer.py").read_text()
+    jobs = [one for one in cases.dense_jobs(cases.Sizes()) if one.program == "peer"]
+    assert {one.gpus for one in jobs} == {2, 4, 8}
+    for one in jobs:
+        assert all(f'"--{flag}"' in source for flag in one.flags)
+
+
 def test_halves_are_hosts_of_their_own():
     for ranks in (2, 4, 8):
         names = [job.half_environment(rank, ranks)["NCCL_HOSTID"] for rank in range(ranks)]
