@@ -14,6 +14,7 @@
 #include "mtraining/attention/autograd.h"
 #include "mtraining/attention/block_lists.h"
 #include "mtraining/attention/device_index.h"
+#include "mtraining/attention/device_ring_case.h"
 #include "mtraining/attention/ring_case.h"
 #include "mtraining/base/check.h"
 #include "mtraining/comm/loopback_device.h"
@@ -35,23 +36,11 @@ using OnRank = std::function<void(RingContext&, const RankInputs&)>;
 
 /// `body` on each rank with its shards on the GPU.
 void on_ranks(const RingProblem& problem, const RingOptions& options, const OnRank& body) {
-  comm::DeviceLoopbackOptions links;
-  links.current_stream = [] {
-    return static_cast<void*>(c10::cuda::getCurrentCUDAStream().stream());
-  };
-  links.ranks_per_node = options.topology.ranks_per_node;
-  comm::run_device_loopback(
-      options.layout.cp_size,
-      [&](comm::Transport& transport) {
-        testing::use_one_thread();
-        const c10::cuda::CUDAStreamGuard stream(c10::cuda::getStreamFromPool());
-        RingContext context(options, transport);
-        body(context,
-             testing::on_device(testing::rank_inputs(problem, context.layout(), context.cp_rank()),
-                                at::kCUDA));
-        stream.current_stream().synchronize();
-      },
-      links);
+  testing::on_ranks(options, [&](RingContext& context, comm::Transport&) {
+    body(context,
+         testing::on_device(testing::rank_inputs(problem, context.layout(), context.cp_rank()),
+                            at::kCUDA));
+  });
 }
 
 bool same_lists(const index::Lists& a, const index::Lists& b) {

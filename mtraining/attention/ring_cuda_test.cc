@@ -14,6 +14,7 @@
 #include <thread>
 
 #include "mtraining/attention/autograd.h"
+#include "mtraining/attention/device_ring_case.h"
 #include "mtraining/attention/ring_call.h"
 #include "mtraining/attention/ring_case.h"
 #include "mtraining/base/check.h"
@@ -28,6 +29,7 @@ using std::chrono::milliseconds;
 using testing::Choice;
 using testing::compare_with_truth;
 using testing::Documents;
+using testing::on_ranks;
 using testing::Precision;
 using testing::ProblemOptions;
 using testing::ring_options;
@@ -40,26 +42,6 @@ constexpr auto kHierarchical = ring::RingKind::kHierarchical;
 
 double seconds_since(std::chrono::steady_clock::time_point start) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-}
-
-/// `body` on each rank, with a stream of its own and one thread of work.
-void on_ranks(const RingOptions& options,
-              const std::function<void(RingContext&, comm::Transport&)>& body,
-              comm::DeviceLoopbackOptions links = {}) {
-  links.current_stream = [] {
-    return static_cast<void*>(c10::cuda::getCurrentCUDAStream().stream());
-  };
-  links.ranks_per_node = options.topology.ranks_per_node;
-  comm::run_device_loopback(
-      options.layout.cp_size,
-      [&](comm::Transport& transport) {
-        testing::use_one_thread();
-        const c10::cuda::CUDAStreamGuard stream(c10::cuda::getStreamFromPool());
-        RingContext context(options, transport);
-        body(context, transport);
-        stream.current_stream().synchronize();
-      },
-      links);
 }
 
 Solution run_ring_on_gpu(const RingProblem& problem, const RingOptions& options,

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "mtraining/attention/choice_on_device.h"
+#include "mtraining/attention/local_attention.h"
 #include "mtraining/attention/tensors.h"
 #include "mtraining/base/check.h"
 #include "mtraining/kernels/launch.h"
@@ -320,15 +321,7 @@ struct SequenceOnDevice : attention::DeviceShards {
     throw_reported(q.device());
     device = q.device();
     num_keys = seq_len;
-    host.layout = &*in_order;
-    host.batch = q.size(0);
-    host.num_q_heads = q.size(2);
-    host.num_kv_heads = k.size(2);
-    host.head_dim = q.size(3);
-    host.dtype = attention::kernel_dtype(q, "q");
-    host.softmax_scale = checked_scale(softmax_scale, q.size(3));
-    host.q = const_view(q);
-    host.k = const_view(k);
+    host = attention::local_attention(*in_order, 0, q, k, checked_scale(softmax_scale, q.size(3)));
     on_device = host;
     if (documents.defined()) {
       on_device.document_starts = documents.const_data_ptr<int32_t>();
@@ -516,37 +509,48 @@ std::tuple<at::Tensor, at::Tensor> measure_recall_on_device(
   return {window.mean().expand({batch, heads}).contiguous(), sampled};
 }
 
-at::Tensor index_mask_on_device(const IndexTensors& index, const at::Tensor& document_starts,
-                                int64_t seq_len) {
+namespace {
+
+/// What `make` makes of the lists, on their device.
+template <typename Make>
+at::Tensor of_lists(const IndexTensors& index, int64_t seq_len, const Make& make) {
   MT_CHECK_ARG(index.diagonals.dim() == 3, "diagonals: expected [B, H, capacity] int32, got ",
                attention::shape_text(index.diagonals));
-  const c10::DeviceGuard guard(index.diagonals.device());
-  throw_reported(index.diagonals.device());
-  const int64_t batch = index.diagonals.size(0), heads = index.diagonals.size(1);
   const at::Device device = index.diagonals.device();
+  const c10::DeviceGuard guard(device);
+  throw_reported(device);
+  const int64_t batch = index.diagonals.size(0), heads = index.diagonals.size(1);
   ListsOnDevice lists(index, batch, heads, seq_len, device);
   lists.read();
-  const at::Tensor documents = shaped_document_starts(document_starts, batch, seq_len, device);
-  at::Tensor mask = at::empty({batch, heads, seq_len, seq_len}, ints_on(device).dtype(at::kBool));
-  cuda::write_mask(lists.bits(), batch, heads, seq_len,
-                   documents.defined() ? documents.const_data_ptr<int32_t>() : nullptr,
-                   reinterpret_cast<uint8_t*>(mask.data_ptr<bool>()), current_stream(device));
-  return mask;
+  return make(lists, batch, heads, device);
+}
+
+}  // namespace
+
+at::Tensor index_mask_on_device(const IndexTensors& index, const at::Tensor& document_starts,
+                                int64_t seq_len) {
+  return of_lists(
+      index, seq_len,
+      [&](const ListsOnDevice& lists, int64_t batch, int64_t heads, at::Device device) {
+        const at::Tensor documents =
+            shaped_document_starts(document_starts, batch, seq_len, device);
+        at::Tensor mask =
+            at::empty({batch, heads, seq_len, seq_len}, ints_on(device).dtype(at::kBool));
+        cuda::write_mask(lists.bits(), batch, heads, seq_len,
+                         documents.defined() ? documents.const_data_ptr<int32_t>() : nullptr,
+                         reinterpret_cast<uint8_t*>(mask.data_ptr<bool>()), current_stream(device));
+        return mask;
+      });
 }
 
 at::Tensor index_pairs_on_device(const IndexTensors& index, int64_t seq_len) {
-  MT_CHECK_ARG(index.diagonals.dim() == 3, "diagonals: expected [B, H, capacity] int32, got ",
-               attention::shape_text(index.diagonals));
-  const c10::DeviceGuard guard(index.diagonals.device());
-  throw_reported(index.diagonals.device());
-  const int64_t batch = index.diagonals.size(0), heads = index.diagonals.size(1);
-  const at::Device device = index.diagonals.device();
-  ListsOnDevice lists(index, batch, heads, seq_len, device);
-  lists.read();
-  at::Tensor pairs = at::empty({batch, heads}, ints_on(device).dtype(at::kLong));
-  cuda::count_pairs(lists.bits(), lists.rows(), seq_len, pairs.data_ptr<int64_t>(),
-                    current_stream(device));
-  return pairs;
+  return of_lists(index, seq_len,
+                  [&](const ListsOnDevice& lists, int64_t batch, int64_t heads, at::Device device) {
+                    at::Tensor pairs = at::empty({batch, heads}, ints_on(device).dtype(at::kLong));
+                    cuda::count_pairs(lists.bits(), lists.rows(), seq_len,
+                                      pairs.data_ptr<int64_t>(), current_stream(device));
+                    return pairs;
+                  });
 }
 
 }  // namespace mtraining::torch_ops

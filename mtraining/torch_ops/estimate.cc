@@ -9,6 +9,7 @@
 #include <span>
 #include <string>
 
+#include "mtraining/attention/local_attention.h"
 #include "mtraining/attention/tensors.h"
 #include "mtraining/base/check.h"
 #include "mtraining/base/parallel.h"
@@ -39,16 +40,8 @@ struct WholeSequence {
     documents = checked_document_starts(document_starts, given_q.size(0), seq_len);
     q = padded_to_blocks(given_q, layout->tokens_per_rank());
     k = padded_to_blocks(given_k, layout->tokens_per_rank());
-    local.layout = &*layout;
-    local.batch = q.size(0);
-    local.num_q_heads = q.size(2);
-    local.num_kv_heads = k.size(2);
-    local.head_dim = q.size(3);
-    local.dtype = attention::kernel_dtype(q, "q");
-    local.softmax_scale = checked_scale(softmax_scale, q.size(3));
-    local.q = attention::const_view(q);
-    local.k = attention::const_view(k);
-    if (documents.defined()) local.document_starts = documents.const_data_ptr<int32_t>();
+    local = attention::local_attention(*layout, 0, q, k, checked_scale(softmax_scale, q.size(3)),
+                                       documents);
     transport = comm::make_single();
     group = transport->open("pattern", {0});
   }
