@@ -72,8 +72,10 @@ void declare(CLI::App& app, Options& options) {
   app.add_option("--t-inter-ms", options.inter_ms, "Hop of one shard's K and V between nodes, ms");
   app.add_option("--t-index-ms", options.index_ms, "Index, once a layer, ms");
   app.add_option("--t-cpu-ms", options.cpu_ms, "Host, once a layer, ms");
-  app.add_option("--pattern", options.pattern,
-                 "JSON file of offset ranges and columns per head: imbalance, bytes, timeline");
+  app.add_option(
+      "--pattern", options.pattern,
+      "JSON file of offset ranges and columns, or of key blocks, per head: imbalance, bytes, "
+      "timeline");
   app.add_option("--layout", options.layout,
                  "Only this layout: block_striped, zigzag, contiguous, striped");
   app.add_option("--stripe", options.stripe, "Only this stripe of block_striped (else 64 and 128)");
@@ -486,8 +488,8 @@ void simulate_pattern(const Options& options, const topology::Topology& topology
   // Everything that can be wrong is found before the file is opened.
   const std::vector<Variant> all = variants(options, topology);
   for (const Variant& variant : all) ring::forward_schedule(variant.ring, 0);
-  const sim::OffsetPattern pattern = sim::read_pattern_file(options.pattern);
-  const index::Index index = sim::to_index(pattern);
+  const sim::NamedIndex read = sim::read_index_file(options.pattern);
+  const index::Index& index = read.index;
   const int num_kv_heads = kv_heads(options, index);
   int64_t total_pairs = 0;
   for (int h = 0; h < index.num_q_heads; ++h) total_pairs += index::computed_pairs(index, 0, h);
@@ -512,7 +514,7 @@ void simulate_pattern(const Options& options, const topology::Topology& topology
   const Pass& pass = options.backward ? shown->backward : shown->forward;
   if (options.trace) write_trace(*options.trace, *shown, pass);
   if (options.json) {
-    json["pattern"] = {{"name", pattern.name},       {"seq_len", pattern.seq_len},
+    json["pattern"] = {{"name", read.name},          {"seq_len", index.seq_len},
                        {"heads", index.num_q_heads}, {"kv_heads", num_kv_heads},
                        {"pairs", total_pairs},       {"density", index::density(index)}};
     json["columns"] = options.columns;
@@ -523,8 +525,8 @@ void simulate_pattern(const Options& options, const topology::Topology& topology
     return;
   }
   std::printf("topology %s, pattern %s: seq_len %lld, %d heads (%d kv), density %s, columns %s\n",
-              topology::to_string(topology).c_str(), in_quotes(pattern.name).c_str(),
-              static_cast<long long>(pattern.seq_len), index.num_q_heads, num_kv_heads,
+              topology::to_string(topology).c_str(), in_quotes(read.name).c_str(),
+              static_cast<long long>(index.seq_len), index.num_q_heads, num_kv_heads,
               fixed(index::density(index), 4).c_str(), options.columns.c_str());
   print_rows(rows);
   for (const std::string& name : unsupported) {

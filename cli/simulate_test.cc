@@ -177,6 +177,28 @@ TEST_F(Simulate, StripedIsShownForADensePatternOnly) {
       Unsupported);
 }
 
+TEST_F(Simulate, ListsOfBlocksAreCountedByRank) {
+  // Each query block attends to itself and the first one, the last one to all.
+  Json head = {{"key_blocks", Json::array()}};
+  for (int q = 0; q < 32; ++q) {
+    Json list = Json::array();
+    for (int k = 0; k <= q; ++k)
+      if (k == 0 || k == q || q == 31) list.push_back(k);
+    head["key_blocks"].push_back(list);
+  }
+  const auto path = folder_ / "blocks.json";
+  std::ofstream(path) << Json{{"name", "b"}, {"seq_len", 2048}, {"heads", {head, head}}};
+  const Json json = Json::parse(run({"--topology", "1x4", "--pattern", path.string(), "--json"}));
+  constexpr int64_t kBlocks = 1 + 2 * 30 + 32;
+  EXPECT_EQ(json["pattern"]["pairs"], 2 * kBlocks * 4096);
+  const Json zigzag = row_of(json["table"], "zigzag", 0, "flat"),
+             contiguous = row_of(json["table"], "contiguous", 0, "flat");
+  EXPECT_EQ(zigzag["pairs"], 2 * kBlocks * 4096);
+  // The last of four ranks has 7 blocks of two and one of 32.
+  EXPECT_DOUBLE_EQ(contiguous["worker_imbalance"], (7.0 * 2 + 32) * 4 / kBlocks);
+  EXPECT_EQ(json["unsupported_layouts"], Json::array({"striped"}));
+}
+
 TEST_F(Simulate, MistakesAreOneSentenceThatNamesThem) {
   const std::string pattern = pattern_file("local", 4096);
   const auto names = [&](std::vector<std::string> arguments, const char* what) {

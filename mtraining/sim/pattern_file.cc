@@ -72,24 +72,78 @@ OffsetHead parse_head(const Json& json, int64_t seq_len, const std::string& wher
   return head;
 }
 
-}  // namespace
-
-OffsetPattern parse_pattern(std::string_view text, const std::string& where) {
-  const Json json = parse_json(text, where);
-  OffsetPattern pattern;
+/// What both forms begin with.
+struct Start {
+  std::string name;
+  int64_t seq_len = 0;
+  const Json& heads;
+};
+Start parse_start(const Json& json, const std::string& where) {
   const Json& name = member(json, "name", where);
   MT_CHECK_ARG(name.is_string(), where, ": name: expected text, got ", name.type_name());
   check_keys(json, {"name", "seq_len", "heads"}, where);
-  pattern.name = name.get<std::string>();
-  pattern.seq_len = whole(member(json, "seq_len", where), 1, std::numeric_limits<int32_t>::max(),
-                          concat(where, ": seq_len"));
+  const int64_t seq_len = whole(member(json, "seq_len", where), 1,
+                                std::numeric_limits<int32_t>::max(), concat(where, ": seq_len"));
   const Json& heads = list(json, "heads", where);
   MT_CHECK_ARG(!heads.empty(), where, ": heads: expected at least one, got none");
-  for (size_t h = 0; h < heads.size(); ++h) {
+  return {name.get<std::string>(), seq_len, heads};
+}
+
+OffsetPattern pattern_of(const Json& json, const std::string& where) {
+  const Start start = parse_start(json, where);
+  OffsetPattern pattern{start.name, start.seq_len, {}};
+  for (size_t h = 0; h < start.heads.size(); ++h) {
     pattern.heads.push_back(
-        parse_head(heads[h], pattern.seq_len, concat(where, ": heads[", h, "]")));
+        parse_head(start.heads[h], pattern.seq_len, concat(where, ": heads[", h, "]")));
   }
   return pattern;
+}
+
+/// Adds a head's lists.
+void parse_key_blocks(const Json& json, int64_t num_blocks, const std::string& where,
+                      index::BlockRows& rows) {
+  const Json& lists = list(json, "key_blocks", where);
+  check_keys(json, {"key_blocks"}, where);
+  MT_CHECK_ARG(static_cast<int64_t>(lists.size()) == num_blocks, where, ": key_blocks: expected ",
+               num_blocks, " lists, one a block of 64 tokens, got ", lists.size());
+  for (int64_t q = 0; q < num_blocks; ++q) {
+    const auto at = concat(where, ": key_blocks[", q, "]");
+    MT_CHECK_ARG(lists[q].is_array(), at, ": expected a list, got ", lists[q].type_name());
+    int64_t least = 0;
+    for (size_t i = 0; i < lists[q].size(); ++i) {
+      MT_CHECK_ARG(least <= q, at, ": expected ascending blocks up to ", q, ", got ",
+                   shown(lists[q]));
+      const int64_t block = whole(lists[q][i], least, q, concat(at, "[", i, "]"));
+      rows.key_blocks.push_back(static_cast<int32_t>(block));
+      least = block + 1;
+    }
+    rows.row_begin.push_back(static_cast<int64_t>(rows.key_blocks.size()));
+  }
+}
+
+}  // namespace
+
+OffsetPattern parse_pattern(std::string_view text, const std::string& where) {
+  return pattern_of(parse_json(text, where), where);
+}
+
+NamedIndex parse_index(std::string_view text, const std::string& where) {
+  const Json json = parse_json(text, where);
+  const Start start = parse_start(json, where);
+  if (!start.heads[0].is_object() || !start.heads[0].contains("key_blocks"))
+    return {start.name, to_index(pattern_of(json, where))};
+  index::BlockRows rows;
+  rows.row_begin = {0};
+  for (size_t h = 0; h < start.heads.size(); ++h) {
+    parse_key_blocks(start.heads[h], (start.seq_len + kBlock - 1) / kBlock,
+                     concat(where, ": heads[", h, "]"), rows);
+  }
+  return {start.name, index::make_block_index(1, static_cast<int>(start.heads.size()),
+                                              start.seq_len, std::move(rows))};
+}
+
+NamedIndex read_index_file(const std::filesystem::path& path) {
+  return parse_index(read_text_file(path), path.string());
 }
 
 OffsetPattern read_pattern_file(const std::filesystem::path& path) {

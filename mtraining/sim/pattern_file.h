@@ -1,7 +1,7 @@
 // OffsetPattern: a vertical-slash pattern written down as token offsets and columns per query head.
 //
 // In:   JSON {"name", "seq_len", "heads": [{"offset_ranges": [[lo, hi), ..], "columns": [..]},
-//       ..]}.
+//       ..]}; or heads {"key_blocks": [[..], ..]}, of patterns that choose blocks one by one.
 // Out:  the block diagonals that the offsets touch, and an index::Index.
 // Next: imbalance.h counts its pairs; cli/ prints tables; bench/ runs it.
 //
@@ -40,6 +40,14 @@ struct OffsetPattern {
 OffsetPattern parse_pattern(std::string_view json, const std::string& where);
 /// Errors: as parse_pattern; also where the file is missing.
 OffsetPattern read_pattern_file(const std::filesystem::path& path);
+
+struct NamedIndex {
+  std::string name;
+  index::Index index;  ///< batch 1
+};
+/// Of either form. key_blocks: for each query block of 64 tokens its key blocks, ascending, none after it. Errors: as parse_pattern.
+NamedIndex parse_index(std::string_view json, const std::string& where);
+NamedIndex read_index_file(const std::filesystem::path& path);
 
 /// Ascending block diagonals below num_blocks that the head's offsets touch.
 std::vector<int32_t> block_diagonals(const OffsetHead& head, int64_t num_blocks);

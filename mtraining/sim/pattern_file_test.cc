@@ -84,6 +84,43 @@ TEST(PatternFile, ReadsWhatWasWritten) {
   EXPECT_TRUE(index.diagonals.row(1).empty());
 }
 
+TEST(PatternFile, ReadsListsOfBlocks) {
+  const NamedIndex read = parse_index(
+      R"({"name": "b", "seq_len": 130, "heads": [{"key_blocks": [[0], [], [0, 2]]}, {"key_blocks": [[], [0, 1], [1]]}]})",
+      "p.json");
+  EXPECT_EQ(read.name, "b");
+  ASSERT_TRUE(read.index.has_blocks());
+  EXPECT_EQ(read.index.num_q_heads, 2);
+  EXPECT_EQ(read.index.blocks.row_begin, (std::vector<int64_t>{0, 1, 1, 3, 3, 5, 6}));
+  EXPECT_EQ(read.index.blocks.key_blocks, (std::vector<int32_t>{0, 0, 2, 0, 1, 1}));
+  const NamedIndex offsets =
+      parse_index(with_head(R"({"offset_ranges": [[0, 64]], "columns": [3]})"), "p.json");
+  EXPECT_FALSE(offsets.index.has_blocks());
+  EXPECT_EQ(offsets.index.columns.row(0)[0], 3);
+}
+
+TEST(PatternFile, WrongListsOfBlocksAreRefusedWithTheirPlace) {
+  const auto error = [](const std::string& head) {
+    return testing::error_of<InvalidArgument>([&] {
+      parse_index(R"({"name": "x", "seq_len": 100, "heads": [)" + head + "]}", "p.json");
+    });
+  };
+  EXPECT_EQ(error(R"({"key_blocks": [[0]]})"),
+            "p.json: heads[0]: key_blocks: expected 2 lists, one a block of 64 tokens, got 1");
+  EXPECT_EQ(error(R"({"key_blocks": [[1], []]})"),
+            "p.json: heads[0]: key_blocks[0][0]: expected a number in [0, 0], got 1");
+  EXPECT_EQ(error(R"({"key_blocks": [[], [0, 0]]})"),
+            "p.json: heads[0]: key_blocks[1][1]: expected a number in [1, 1], got 0");
+  EXPECT_EQ(error(R"({"key_blocks": [[], 3]})"),
+            "p.json: heads[0]: key_blocks[1]: expected a list, got number");
+  EXPECT_EQ(error(R"({"key_blocks": [[], []]}, {"offset_ranges": [], "columns": []})"),
+            "p.json: heads[1]: expected key 'key_blocks', found none");
+  EXPECT_EQ(error(R"({"key_blocks": [[], []], "columns": []})"),
+            "p.json: heads[0]: unknown key \"columns\"");
+  EXPECT_EQ(error(R"({"key_blocks": [[], [1, 1]]})"),
+            "p.json: heads[0]: key_blocks[1]: expected ascending blocks up to 1, got [1,1]");
+}
+
 TEST(PatternFile, WrongTextIsRefusedWithItsPlace) {
   EXPECT_NE(error_of("{").find("p.json"), std::string::npos);
   EXPECT_NE(error_of("[]").find("p.json"), std::string::npos);

@@ -76,8 +76,7 @@ def test_a_named_file_comes_before_a_build_folder_and_that_before_the_checkouts_
 
 def test_the_example_of_the_documentation_runs():
     text = (ROOT / "docs/python.md").read_text()
-    example = re.search(r"```python\n(.*?)```", text, re.S).group(1)
-    result = python(example)
+    result = python("\n".join(re.findall(r"```python\n(.*?)```", text, re.S)[:2]))
     assert result.returncode == 0, result.stderr
     found = re.search(
         r"density ([\d.]+), recall on other rows ([\d.]+)\nhead 0: (\d+) diagonals, (\d+) columns\n.*differ by (\S+)",
@@ -86,3 +85,4 @@ def test_the_example_of_the_documentation_runs():
     density, recall, diagonals, columns, difference = (float(x) for x in found.groups())
     assert density < 0.8 and 0.3 < recall < 1 and diagonals < 16 and columns > 0
     assert difference < 1e-5
+    assert re.search(r"\n0.\d\d, 0.\d\d, recall 0.\d\d\n$", result.stdout), result.stdout
