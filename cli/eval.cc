@@ -37,7 +37,7 @@ Dense and with sparse patterns, one JSON object a line. mtraining eval perplexit
 python -m mtraining.tasks makes the files of needle, ruler and infinitebench.
 
 examples:
-  mtraining eval perplexity --checkpoint runs/quickstart --data runs/quickstart/data/valid
+  mtraining eval perplexity --checkpoint runs/quickstart/vertical_slash --data runs/quickstart/data/valid
   mtraining eval perplexity --checkpoint models/base --data book --window 32768 --attention dense vertical_slash --set attention.p_slash=0.95
   mtraining eval needle --checkpoint models/base --data needle.jsonl --attention dense vertical_slash --out needle.out.jsonl
 )";
@@ -128,7 +128,8 @@ int run_eval(int argc, char** argv) {
       "whose _loss_mask counts. A window reads so many tokens and predicts the one after each of "
       "them.\n\n"
       "Examples:\n"
-      "  mtraining eval perplexity --checkpoint runs/quickstart --data runs/quickstart/data/valid\n"
+      "  mtraining eval perplexity --checkpoint runs/quickstart/vertical_slash --data "
+      "runs/quickstart/data/valid\n"
       "  mtraining eval perplexity --checkpoint models/base --data book --window 32768 --stride "
       "16384 "
       "--attention vertical_slash --set attention.p_slash=0.95\n");

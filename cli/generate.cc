@@ -89,7 +89,7 @@ int run_generate(int argc, char** argv) {
       "to all before them. "
       "On the CPU unless --set train.device=cuda. python -m mtraining.generate takes text.\n\n"
       "Examples:\n"
-      "  mtraining generate --checkpoint runs/quickstart --input prompts.jsonl\n"
+      "  mtraining generate --checkpoint runs/quickstart/vertical_slash --input prompts.jsonl\n"
       "  mtraining generate --checkpoint models/base --input prompts.jsonl --attention "
       "vertical_slash --max-new-tokens 32 --stop-id 2\n");
   Options o;

@@ -37,8 +37,8 @@ folder of checkpoints, or a run's folder.
 
 examples:
   mtraining inspect runs/quickstart/data/train
-  mtraining inspect runs/quickstart
-  mtraining inspect runs/quickstart/checkpoints/step-00000100 --tensors
+  mtraining inspect runs/quickstart/vertical_slash
+  mtraining inspect runs/quickstart/vertical_slash/checkpoints/step-00000100 --tensors
   mtraining inspect model.safetensors --json
 )";
 

@@ -35,8 +35,8 @@ const char* const kExamples =
     "says where each comes from.\n"
     "Examples:\n"
     "  mtraining plan --config recipes/qwen2.5-3b-512k.toml --topology 4x8\n"
-    "  mtraining plan --config recipes/qwen2.5-3b-512k.toml --topology 1x2 --density .1 --gpu-gb "
-    "80\n";
+    "  mtraining plan --config recipes/qwen2.5-3b-512k-two-gpus.toml --topology 1x2 --density .1 "
+    "--gpu-gb 80\n";
 
 void declare(CLI::App& app, Options& o) {
   app.name("mtraining plan");
