@@ -591,12 +591,21 @@ def alone(tmp_path_factory):
     dist.destroy_process_group()
 
 
-def test_a_ring_of_one_gpu_is_sparse_attention(alone, plain):
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        SPARSE,
+        mtraining.XAttention(xattention_block=64, xattention_threshold=0.5),
+        mtraining.Moba(moba_chunk=64, moba_top_k=2),
+    ],
+    ids=lambda pattern: type(pattern).__name__,
+)
+def test_a_ring_of_one_gpu_is_sparse_attention(alone, plain, pattern):
     given = [x.detach().requires_grad_() for x in plain]
-    out, index = mtraining.sparse_attention(*given, pattern=SPARSE, return_index=True)
+    out, index = mtraining.sparse_attention(*given, pattern=pattern, return_index=True)
     want = [out, *torch.autograd.grad(out.sum(), given)]
     padded = [torch.nn.functional.pad(x.detach(), (0, 0, 0, 0, 0, 56)) for x in plain]
-    for options in ({"pattern": SPARSE}, {"index": index}):
+    for options in ({"pattern": pattern}, {"index": index}):
         mine = [x.clone().requires_grad_() for x in padded]
         out = mtraining.ring_attention(*mine, seq_len=200, **options)
         got = [out, *torch.autograd.grad(out.sum(), mine)]
