@@ -13,6 +13,7 @@ import mtraining
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 from dense_reference import attention, mask_of, plain, row_error, structured  # noqa: E402
+from device_waits import assert_the_host_does_not_wait  # noqa: E402
 
 pytestmark = pytest.mark.cuda
 
@@ -282,19 +283,7 @@ def test_the_host_does_not_wait_for_the_device_within_a_layer():
         out = mtraining.sparse_attention(*inputs, pattern=mtraining.VerticalSlash())
         return torch.autograd.grad(out, inputs, torch.ones_like(out))
 
-    layer()
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        for _ in range(3):
-            gradients = layer()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert all(torch.isfinite(x.float()).all() for x in gradients)
-    del gradients
-    torch.cuda.synchronize()
-    assert torch.cuda.memory_allocated() == before
+    assert_the_host_does_not_wait(layer)
 
 
 def test_work_is_ordered_on_the_current_stream():

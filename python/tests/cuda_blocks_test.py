@@ -15,6 +15,7 @@ import mtraining
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 from block_cases import as_lists, pair_mask, random_blocks  # noqa: E402
 from dense_reference import attention, plain, row_error, structured  # noqa: E402
+from device_waits import assert_the_host_does_not_wait  # noqa: E402
 
 pytestmark = pytest.mark.cuda
 
@@ -143,19 +144,7 @@ def test_the_host_does_not_wait_for_the_device():
             gradients += torch.autograd.grad(out, inputs, torch.ones_like(out))
         return gradients
 
-    layers()
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        for _ in range(3):
-            gradients = layers()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert all(torch.isfinite(x.float()).all() for x in gradients)
-    del gradients
-    torch.cuda.synchronize()
-    assert torch.cuda.memory_allocated() == before
+    assert_the_host_does_not_wait(layers)
 
 
 def refused(text):
