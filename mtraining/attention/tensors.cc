@@ -1,6 +1,7 @@
 #include "mtraining/attention/tensors.h"
 
 #include <ATen/ATen.h>
+#include <ATen/EmptyTensor.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <sstream>
@@ -116,7 +117,7 @@ void check_tensor(const char* name, const at::Tensor& tensor, const NamedSizes& 
             tensor.device() == device;
   for (size_t d = 0; ok && d < sizes.size(); ++d)
     ok = tensor.size(static_cast<int64_t>(d)) == sizes[d].second;
-  if (ok) return;
+  if (ok) return check_storage(name, tensor);
   std::ostringstream expected;
   for (size_t d = 0; d < sizes.size(); ++d)
     expected << (d ? ", " : "") << sizes[d].first << "=" << sizes[d].second;
@@ -124,6 +125,16 @@ void check_tensor(const char* name, const at::Tensor& tensor, const NamedSizes& 
   if (!device.is_cpu()) where << " on " << device;
   throw InvalidArgument(concat(name, ": expected [", expected.str(), "] ", dtype_name(dtype),
                                where.str(), ", got ", shape_text(tensor)));
+}
+
+void check_storage(const char* name, const at::Tensor& tensor) {
+  if (!tensor.is_cpu() && !tensor.is_cuda()) return;
+  const size_t needed =
+      at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), tensor.element_size(),
+                                       static_cast<size_t>(tensor.storage_offset()));
+  MT_CHECK_ARG(!tensor.has_storage() || tensor.storage().nbytes() >= needed, name,
+               ": expected a storage of at least ", needed, " bytes for ", shape_text(tensor),
+               ", got ", tensor.storage().nbytes());
 }
 
 }  // namespace mtraining::attention

@@ -43,6 +43,9 @@ using NamedSizes = std::vector<std::pair<const char*, int64_t>>;
 /// InvalidArgument `name: expected [B=1, ...] bf16, got [...] float32` unless shape, dtype and device are these.
 void check_tensor(const char* name, const at::Tensor& tensor, const NamedSizes& sizes,
                   at::ScalarType dtype, at::Device device);
+/// InvalidArgument where the tensor's storage is smaller than its shape and strides say (resized or freed by its owner): kernels
+/// read through pointers. check_tensor does it too.
+void check_storage(const char* name, const at::Tensor& tensor);
 std::string dtype_name(at::ScalarType dtype);
 std::string shape_text(const at::Tensor& tensor);
 

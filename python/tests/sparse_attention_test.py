@@ -3,6 +3,7 @@
 import dataclasses
 import pathlib
 import sys
+import warnings
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch
 import mtraining
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
-from dense_reference import attention, mask_of, plain, row_error, structured  # noqa: E402
+from dense_reference import assert_attends_under, attention, mask_of, plain, row_error, structured  # noqa: E402
 
 SPARSE = mtraining.VerticalSlash(
     p_vertical=0.3, p_slash=0.3, sink_tokens=3, local_blocks=1, dense_threshold=1.0
@@ -167,11 +168,7 @@ def test_documents_do_not_see_one_another(starts):
     both = documents.expand(2, seq_len)
     mask = index.mask()
     assert torch.equal(mask, mask_of(index, both))
-    want, _ = attention(*inputs, mask)
-    torch.testing.assert_close(out.double(), want, rtol=0, atol=1e-5)
-    got = torch.autograd.grad(out.pow(2).sum(), inputs)
-    for a, b in zip(got, torch.autograd.grad(want.pow(2).sum(), inputs), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+    assert_attends_under(mask, inputs, out)
 
 
 def test_softmax_scale_reaches_scores_choice_and_gradient():
@@ -264,6 +261,23 @@ def test_a_plot_shows_the_columns_and_diagonals(tmp_path):
 
 
 Q = torch.zeros(1, 64, 4, 32)
+QUANTIZED = torch.quantize_per_tensor(Q, 0.1, 0, torch.qint8)
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # torch calls them a prototype
+    NESTED = torch.nested.nested_tensor([Q[0], Q[0, :5]])
+
+
+def freed() -> torch.Tensor:
+    """As FSDP leaves a parameter: the shape stays, the memory is gone."""
+    x = Q.clone()
+    x.untyped_storage().resize_(0)
+    return x
+
+
+def changed_index(**fields):
+    return dataclasses.replace(ragged_index(64, [0], [3], heads=4), **fields)
+
+
 ERRORS = [
     (lambda: mtraining.sparse_attention(Q[0], Q, Q), ValueError, r"q: expected \[B, S, H, D\]"),
     (lambda: mtraining.sparse_attention(Q, Q[:, :63], Q), ValueError, r"k: expected \[B=1, S=64"),
@@ -347,6 +361,37 @@ ERRORS = [
     (lambda: mtraining.build_index(Q, Q, softmax_scale=[1]), ValueError, r"softmax_scale.*\[1\]"),
     (lambda: mtraining.build_index(Q, Q, softmax_scale=True), ValueError, "softmax_scale.*True"),
     (lambda: mtraining.positions(10), RuntimeError, "init_process_group"),
+    (lambda: mtraining.VerticalSlash(max_columns=2**63), ValueError, "max_columns: .*below 2.63"),
+    (lambda: mtraining.VerticalSlash(max_columns=2**63 - 1), ValueError, "max_columns: .*below"),
+    (lambda: mtraining.VerticalSlash(p_slash=10**400), ValueError, "p_slash: .*below 2.63"),
+    (lambda: mtraining.build_index(Q, Q, softmax_scale=10**400), ValueError, "softmax_scale: "),
+    (
+        lambda: mtraining.build_index(Q, Q, softmax_scale=torch.ones(2).numpy()),
+        ValueError,
+        "softmax_scale: expected a positive number",
+    ),
+    (  # 2^32 is 0 in 32 bits
+        lambda: mtraining.build_index(Q, Q, document_starts=torch.full((64,), 2**32)),
+        ValueError,
+        r"document_starts\[0, 0\]: expected 0 .. 0",
+    ),
+    (lambda: mtraining.sparse_attention(QUANTIZED, Q, Q), ValueError, "q: .*got a quantized one"),
+    (lambda: mtraining.sparse_attention(Q, NESTED, Q), ValueError, "k: .*got a nested one"),
+    (lambda: mtraining.sparse_attention(freed(), Q, Q), ValueError, "q: expected a storage of"),
+    (lambda: mtraining.sparse_attention(Q, Q, freed()), ValueError, "v: .*32768 bytes.*got 0"),
+    (lambda: changed_index(columns=None).mask(), ValueError, "columns: .*tensor, got NoneType"),
+    (lambda: changed_index(seq_len=64.0).pairs(), ValueError, "seq_len: expected an int, got 64.0"),
+    (lambda: changed_index(seq_len=2**63).pairs(), ValueError, "seq_len: .*64 bits"),
+    (lambda: changed_index(window=None).recall(Q, Q), ValueError, "window: .*string, got None"),
+    (lambda: changed_index().recall(Q, Q, rows=1.5), ValueError, "rows: expected an int, got 1.5"),
+    (lambda: changed_index().recall(Q, Q, seed=2**64), ValueError, "seed: .*64 bits"),
+    (lambda: changed_index(softmax_scale=None).recall(Q, Q), ValueError, "softmax_scale: .*None"),
+    (
+        lambda: changed_index(columns=torch.full((1, 4, 2), -5, dtype=torch.int32)).plot(),
+        ValueError,
+        "column",
+    ),
+    (lambda: changed_index().plot(head="0"), ValueError, "head: expected an int, got '0'"),
 ]
 
 
