@@ -15,6 +15,15 @@ def attention(q, k, v, mask, softmax_scale=None):
     return (weights @ v).transpose(1, 2), lse
 
 
+def assert_attends_under(mask, inputs, out) -> None:
+    """out and the gradients of its squares' sum are those of dense attention over inputs (q, k, v, float32) under the mask."""
+    want, _ = attention(*inputs, mask)
+    torch.testing.assert_close(out.double(), want, rtol=0, atol=1e-5)
+    got = torch.autograd.grad(out.pow(2).sum(), inputs)
+    for a, b in zip(got, torch.autograd.grad(want.pow(2).sum(), inputs), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
 def mask_of(index, document_starts=None):
     """bool [B, H, S, S] from the lists of an index and the definition alone."""
     batch, heads = index.num_diagonals.shape
