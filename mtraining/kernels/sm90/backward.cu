@@ -145,7 +145,8 @@ void scatter(const BackwardParams& p, const BackwardArgs& from, int first, int l
 }
 
 /// dq alone, from the same sources and gathered columns, in the order of their lists.
-void queries(const BackwardParams& p, const BackwardArgs& from, int64_t keys_bytes, int num_sms) {
+void queries(const BackwardParams& p, const BackwardArgs& from, int64_t keys_bytes, bool beside,
+             int num_sms) {
   QueryArgs args = {};
   args.q = from.q;
   args.dout = from.dout;
@@ -180,9 +181,9 @@ void queries(const BackwardParams& p, const BackwardArgs& from, int64_t keys_byt
   args.dq_stride_head = p.dq.stride_head;
   args.rounded = device::half_rows_of(p.dq_rounded);
   args.next_item = from.next_item + 1;
-  check_cuda(
-      query_launcher(p.dtype, p.head_dim)(args, num_sms, static_cast<cudaStream_t>(p.stream)),
-      "launching dq");
+  check_cuda(query_launcher(p.dtype, p.head_dim)(args, beside, num_sms,
+                                                 static_cast<cudaStream_t>(p.stream)),
+             "launching dq");
 }
 
 /// How many of the query heads of a kv head an item of key blocks walks. One after the other, SMs drift apart, and queries that
@@ -296,8 +297,10 @@ void backward_range(const BackwardParams& p, const Workspace& w, int first, int 
     check_cuda(launcher(p.dtype, p.head_dim)(args, !p.deterministic, num_sms,
                                              static_cast<cudaStream_t>(p.stream)),
                "launching");
+  // SMs that have no keys left begin with queries, unless some are to be left alone.
+  const bool beside = items > 0 && p.sm_margin <= 0;
+  if (p.deterministic) queries(p, args, keys_bytes(p, first, last), beside, num_sms);
   scatter(p, args, first, last);
-  if (p.deterministic) queries(p, args, keys_bytes(p, first, last), num_sms);
 }
 
 }  // namespace

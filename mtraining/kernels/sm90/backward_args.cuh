@@ -83,11 +83,17 @@ struct QueryArgs : ForwardArgs {
   int64_t dq_stride_batch, dq_stride_token, dq_stride_head;
 };
 
-using QueryLauncher = cudaError_t (*)(const QueryArgs& args, int num_sms, cudaStream_t stream);
-cudaError_t launch_queries_bf16_d128(const QueryArgs& args, int num_sms, cudaStream_t stream);
-cudaError_t launch_queries_bf16_d64(const QueryArgs& args, int num_sms, cudaStream_t stream);
-cudaError_t launch_queries_fp16_d128(const QueryArgs& args, int num_sms, cudaStream_t stream);
-cudaError_t launch_queries_fp16_d64(const QueryArgs& args, int num_sms, cudaStream_t stream);
+/// beside: may begin while the launch before it in the stream, the walk by keys, is at work.
+using QueryLauncher = cudaError_t (*)(const QueryArgs& args, bool beside, int num_sms,
+                                      cudaStream_t stream);
+cudaError_t launch_queries_bf16_d128(const QueryArgs& args, bool beside, int num_sms,
+                                     cudaStream_t stream);
+cudaError_t launch_queries_bf16_d64(const QueryArgs& args, bool beside, int num_sms,
+                                    cudaStream_t stream);
+cudaError_t launch_queries_fp16_d128(const QueryArgs& args, bool beside, int num_sms,
+                                     cudaStream_t stream);
+cudaError_t launch_queries_fp16_d64(const QueryArgs& args, bool beside, int num_sms,
+                                    cudaStream_t stream);
 
 /// What launch_prepare reads and writes.
 struct PrepareArgs {

@@ -41,14 +41,31 @@ struct KeyConsumer {
 
   // ---- scores ----
 
+  // At head_dim 64 there are registers for most of the item's keys and values: shared memory is what limits it.
+  static constexpr bool kKeysInRegisters = kD == 64;
+  static constexpr int kHeld = kKeysInRegisters ? 3 : 1;
+  __device__ __forceinline__ void hold(uint32_t (&a)[kHeld][4], uint32_t tile) const {
+    if constexpr (kKeysInRegisters) {
+      const int row = 16 * warp + lane / 8 % 2 * 8 + lane % 8;
+#pragma unroll
+      for (int c = 1; c < 4; ++c) {
+        const int chunk = c * 2 + lane / 16;
+        ldmatrix_x4(tile + row * 128 + (chunk ^ row % 8) * 16, a[c - 1]);
+      }
+    }
+  }
+
   /// d = a b^T over D, both [64][D]. The first product does not read d: else its old values would keep registers.
-  __device__ __forceinline__ void issue_scores(float (&d)[32], uint32_t a, uint32_t b) const {
+  __device__ __forceinline__ void issue_scores(float (&d)[32], uint32_t a,
+                                               const uint32_t (&held)[kHeld][4], uint32_t b) const {
     const uint64_t left = matrix_descriptor<16, 1024>(a), right = matrix_descriptor<16, 1024>(b);
 #pragma unroll
     for (int c = 0; c < kD / 16; ++c) {
       const int at = (c / 4 * 8192 + c % 4 * 32) / 16;
       if (c == 0) {
         wgmma_first<Element, 64, 0, 0>(d, left, right);
+      } else if constexpr (kKeysInRegisters) {
+        wgmma<Element, 64, 0>(d, held[c - 1], right + at, true);
       } else {
         wgmma_shared<Element, 64, 0, 0>(d, left + at, right + at, true);
       }
@@ -210,10 +227,11 @@ struct KeyConsumer {
 
   /// Stages that this group needs, one after the other; ends before the first that it does not need, or behind the item's last: kEnd.
   __device__ __forceinline__ uint32_t work(float (&dk)[kD / 2], float (&dv)[kD / 2],
-                                           uint32_t flags) {
+                                           const uint32_t (&k)[kHeld][4],
+                                           const uint32_t (&v)[kHeld][4], uint32_t flags) {
     wgmma_fence();
     float s[32];
-    issue_scores(s, Shape::keys(base, kGroup), Shape::queries(base, ring.slot()));
+    issue_scores(s, Shape::keys(base, kGroup), k, Shape::queries(base, ring.slot()));
     wgmma_wait<0>();
     pin(s);
     for (;;) {  // nothing in flight; s holds scores
@@ -222,7 +240,7 @@ struct KeyConsumer {
       probabilities(s, Shape::statistics(base, slot));
       float dp[32];
       wgmma_fence();
-      issue_scores(dp, Shape::values(base, kGroup), Shape::dout(base, slot));
+      issue_scores(dp, Shape::values(base, kGroup), v, Shape::dout(base, slot));
       wgmma_wait<0>();
       pin(dp);
       uint32_t rounded[4][4], gradients[4][4];
@@ -245,7 +263,7 @@ struct KeyConsumer {
         arrive(Shape::empty(base, slot));
         if ((flags & kNeeded) == 0) return end;
         wgmma_fence();
-        issue_scores(s, Shape::keys(base, kGroup), Shape::queries(base, ring.slot()));
+        issue_scores(s, Shape::keys(base, kGroup), k, Shape::queries(base, ring.slot()));
       } else {
         if ((flags & kNeeded) == 0) {
           wgmma_wait<0>();
@@ -255,7 +273,7 @@ struct KeyConsumer {
           return end;
         }
         wgmma_fence();
-        issue_scores(s, Shape::keys(base, kGroup), Shape::queries(base, ring.slot()));
+        issue_scores(s, Shape::keys(base, kGroup), k, Shape::queries(base, ring.slot()));
         wgmma_wait<1>();
         pin(dk);
         pin(dv);
@@ -321,12 +339,15 @@ struct KeyConsumer {
       float dk[kD / 2], dv[kD / 2];
 #pragma unroll
       for (int i = 0; i < kD / 2; ++i) dk[i] = dv[i] = 0;
+      uint32_t k[kHeld][4], v[kHeld][4];
+      hold(k, Shape::keys(base, kGroup));
+      hold(v, Shape::values(base, kGroup));
       bool any = false;
       for (uint32_t end = 0; end == 0;) {
         const uint32_t flags = look();
         if ((flags & kNeeded) != 0) {
           any = true;
-          end = work(dk, dv, flags);
+          end = work(dk, dv, k, v, flags);
         } else {
           end = flags & kEnd;
           arrive(Shape::empty(base, ring.slot()));

@@ -44,6 +44,7 @@ __global__ void __launch_bounds__(BackwardShape<kD, kWithQueries>::kThreads, 1)
     mbarrier_init_fence();
   }
   __syncthreads();
+  if constexpr (!kWithQueries) let_next_launch_begin();  // the walk by query blocks
   if (warp >= Shape::kConsumerWarps) {
     registers_decrease<Shape::kProducerRegisters>();
     if (warp == Shape::kConsumerWarps) {

@@ -15,12 +15,12 @@ namespace mtraining::kernels::sm90 {
 template <typename Element, int kD>
 struct QueryGradients {
   using Shape = BackwardShape<kD, true>;
-  static constexpr int kHalf = kD / 2;
   const BackwardArgs& args;
   uint32_t base;
   int warp, lane;  // warp within the group
   CountedCursor<Shape::kStages> ring;
   CountedCursor<2> buffers[2];  // of score gradients, of a key group
+  CountedCursor<2> places;      // of outgoing parts
 
   static __device__ __forceinline__ uint32_t exclusive_or(uint32_t a, uint32_t b) {
     uint32_t c;
@@ -37,21 +37,20 @@ struct QueryGradients {
     return std::is_same_v<Element, __half> ? args.scale : 1.0f;
   }
 
-  /// Half of D of the product over the keys of groups [kFirst, kLast), complete on return.
+  /// 64 of D of the product over the keys of groups [kFirst, kLast), complete on return.
   template <int kFirst, int kLast>
-  __device__ __forceinline__ void multiply(float (&dq)[kHalf / 2], int half) const {
+  __device__ __forceinline__ void multiply(float (&dq)[32], int part) const {
     wgmma_fence();
 #pragma unroll
     for (int g = kFirst; g < kLast; ++g) {
       const uint64_t ds = matrix_descriptor<8192, 1024>(Shape::scores(base, buffers[g].slot(), g));
-      const uint64_t k =
-          matrix_descriptor<8192, 1024>(Shape::keys(base, g) + half * (kD == 128 ? 8192 : 64));
+      const uint64_t k = matrix_descriptor<8192, 1024>(Shape::keys(base, g) + part * 8192);
 #pragma unroll
       for (int c = 0; c < 4; ++c) {
         if (g == kFirst && c == 0) {
-          wgmma_first<Element, kHalf, 1, 1>(dq, ds, k);
+          wgmma_first<Element, 64, 1, 1>(dq, ds, k);
         } else {
-          wgmma_shared<Element, kHalf, 1, 1>(dq, ds + c * 2048 / 16, k + c * 2048 / 16, true);
+          wgmma_shared<Element, 64, 1, 1>(dq, ds + c * 2048 / 16, k + c * 2048 / 16, true);
         }
       }
     }
@@ -60,16 +59,16 @@ struct QueryGradients {
     pin(dq);
   }
 
-  /// Leaves half of D of this warp's 16 rows in shared memory.
-  __device__ __forceinline__ void stash(const float (&dq)[kHalf / 2], int half) const {
+  /// Leaves 64 of D of this warp's 16 rows in shared memory.
+  __device__ __forceinline__ void stash(const float (&dq)[32]) const {
     // Row lane / 4 (and 8 below), chunk 2 (j % 4) + (lane & 3) / 2 of 16 bytes, swizzled by the row.
-    const uint32_t at = Shape::part(base, half, warp) + lane / 4 * 128 +
+    const uint32_t at = Shape::outgoing(base, places.slot(), warp) + lane / 4 * 128 +
                         (((lane & 3) / 2) ^ lane / 4) * 16 + (lane & 1) * 8;
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       const uint32_t chunk = exclusive_or(at, j * 32);
 #pragma unroll
-      for (int i = j; i < kHalf / 8; i += 4) {
+      for (int i = j; i < 8; i += 4) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
           store_shared_f2(chunk + i / 4 * 2048 + r * 1024, dq[4 * i + 2 * r] * late_scale(),
@@ -85,27 +84,28 @@ struct QueryGradients {
     for (int g = kFirst; g < kLast; ++g)
       mbarrier_wait(Shape::scores_full(base, buffers[g].slot(), g), buffers[g].parity());
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      float dq[kHalf / 2];
-      multiply<kFirst, kLast>(dq, half);
-      if (half == 1) {
+    for (int part = 0; part < Shape::kParts; ++part) {
+      float dq[32];
+      multiply<kFirst, kLast>(dq, part);
+      if (part + 1 == Shape::kParts) {
 #pragma unroll
         for (int g = kFirst; g < kLast; ++g) {
           arrive(Shape::scores_empty(base, buffers[g].slot(), g));
           buffers[g].advance();
         }
       }
-      // The copy of this half of the stage before has left its place; the other half's may be on its way.
+      // What was in this place has left it; what is in the other may be on its way.
       if (lane == 0) bulk_wait_read<1>();
       __syncwarp();
-      stash(dq, half);
+      stash(dq);
       fence_async_shared();
       __syncwarp();
       if (lane == 0) {
-        tensor_reduce_add_5d(&args.dq, Shape::part(base, half, warp), 0, q_block * 64 + 16 * warp,
-                             half * (kD / 64), row & 0xffff, row >> 16);
+        tensor_reduce_add_5d(&args.dq, Shape::outgoing(base, places.slot(), warp), 0,
+                             q_block * 64 + 16 * warp, 2 * part, row & 0xffff, row >> 16);
         bulk_commit();
       }
+      places.advance();
     }
   }
 

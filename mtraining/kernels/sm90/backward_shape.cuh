@@ -16,18 +16,22 @@ struct BackwardShape {
   static constexpr int kTileBytes = 64 * kD * 2;  // [D / 64][64 rows][64 of D], 128-byte swizzle
   // With dq, a third stage of head_dim 128 would fit; it made launches 1 % slower.
   static constexpr int kStages = (kWithQueries ? 2 : 4) * 128 / kD;
-  static constexpr int kPartBytes = kD / 64 * 16 * 128;  // dq of a warp: [D / 64][16 rows][32 of D]
-  static constexpr int kScoreBytes = 64 * 64 * 2;        // dS^T of a group: [64 keys][64 queries]
+  // dq is computed 64 of D at a time: narrower products would read the score gradients from shared memory more often than it bears.
+  static constexpr int kParts = kD / 64;
+  static constexpr int kPartBytes = 2 * 16 * 128;  // a part of a warp: [2][16 rows][32 of D]
+  static constexpr int kScoreBytes = 64 * 64 * 2;  // dS^T of a group: [64 keys][64 queries]
   static constexpr int kStatisticsBytes = 2 * 64 * 4;
   static constexpr int kNoteBytes = 32;
   static constexpr int kListed = 8;  // entries that the lister is ahead
 
   static constexpr int kQueries = 2 * kGroups * kTileBytes;
   static constexpr int kScores = kQueries + kStages * 2 * kTileBytes;
-  static constexpr int kParts = kScores + (kWithQueries ? 2 * kGroups * kScoreBytes : 0);
-  static constexpr int kStatistics = kParts + (kWithQueries ? 8 * kPartBytes : 0);
-  static __device__ __forceinline__ uint32_t part(uint32_t base, uint32_t half, uint32_t warp) {
-    return base + kParts + (half * 4 + warp) * kPartBytes;
+  static constexpr int kOutgoing = kScores + (kWithQueries ? 2 * kGroups * kScoreBytes : 0);
+  static constexpr int kStatistics = kOutgoing + (kWithQueries ? 8 * kPartBytes : 0);
+  /// Two places of each warp, in turn.
+  static __device__ __forceinline__ uint32_t outgoing(uint32_t base, uint32_t place,
+                                                      uint32_t warp) {
+    return base + kOutgoing + (place * 4 + warp) * kPartBytes;
   }
   static constexpr int kNotes = kStatistics + kStages * kStatisticsBytes;
   static constexpr int kPositions = kNotes + kStages * kNoteBytes;

@@ -79,6 +79,17 @@ __device__ __forceinline__ void reduce_add_f2(float* address, float x, float y) 
   asm volatile("red.global.add.v2.f32 [%0], {%1, %2};" ::"l"(address), "f"(x), "f"(y) : "memory");
 }
 
+// ---- launches ----
+
+/// Of every block: the next launch of the stream, where it was made to, may begin.
+__device__ __forceinline__ void let_next_launch_begin() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+/// The launch before, beside which this one began, is complete and what it wrote is there.
+__device__ __forceinline__ void wait_for_launch_before() {
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
 // ---- mbarrier ----
 
 __device__ __forceinline__ void mbarrier_init(uint32_t barrier, uint32_t arrivals) {

@@ -42,10 +42,12 @@ __global__ void __launch_bounds__(ForwardShape<kD, true>::kThreads, 1)
     QueryConsumer<Element, kD> consumer{args, base, warp / 4, warp % 4, lane};
     consumer.run();
   }
+  // What comes after this launch comes after both.
+  wait_for_launch_before();
 }
 
 template <typename Element, int kD>
-cudaError_t launch_queries(const QueryArgs& args, int num_sms, cudaStream_t stream) {
+cudaError_t launch_queries(const QueryArgs& args, bool beside, int num_sms, cudaStream_t stream) {
   using Shape = ForwardShape<kD, true>;
   static_assert(Shape::kBytes <= 227 * 1024);
   static std::atomic<uint64_t> ready{0};  // bit per device
@@ -60,10 +62,17 @@ cudaError_t launch_queries(const QueryArgs& args, int num_sms, cudaStream_t stre
   }
   const int items = args.num_rows * ((args.num_q_blocks + Shape::kGroups - 1) / Shape::kGroups);
   const int blocks = items < num_sms ? items : num_sms;
-  // clang-format off
-  query_kernel<Element, kD><<<blocks, Shape::kThreads, Shape::kBytes, stream>>>(args);
-  // clang-format on
-  return cudaGetLastError();
+  cudaLaunchAttribute begins_early;
+  begins_early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  begins_early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = blocks;
+  config.blockDim = Shape::kThreads;
+  config.dynamicSmemBytes = Shape::kBytes;
+  config.stream = stream;
+  config.attrs = &begins_early;
+  config.numAttrs = beside ? 1 : 0;
+  return cudaLaunchKernelEx(&config, query_kernel<Element, kD>, args);
 }
 
 }  // namespace mtraining::kernels::sm90

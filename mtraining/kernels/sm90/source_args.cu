@@ -163,7 +163,7 @@ CUtensorMap gradient_map(const char* name, const View& view, int64_t head_dim, i
                        static_cast<cuuint64_t>(heads), static_cast<cuuint64_t>(batch)},
                       {bytes(view.stride_token, tokens), 128, bytes(view.stride_head, heads),
                        bytes(view.stride_batch, batch)},
-                      {32, 16, static_cast<cuuint32_t>(head_dim / 64), 1, 1},
+                      {32, 16, 2, 1, 1},
                       0};
   CUtensorMap map;
   const CUresult result = encode(key, &map);

@@ -67,7 +67,7 @@ int64_t round_up(int64_t value, int64_t multiple);
 /// [64 of D, tokens, D / 64, heads, batch]; boxes of one 64-row block, all of D, 128-byte swizzle. D no multiple of 64: 32 and 64 bytes.
 CUtensorMap tensor_map(const char* name, const ConstView& view, DType dtype, int64_t head_dim,
                        int64_t tokens, int64_t heads, int64_t batch);
-/// [32 of D, tokens, D / 32, heads, batch] of float32; boxes of 16 rows, half of D, 128-byte swizzle.
+/// [32 of D, tokens, D / 32, heads, batch] of float32; boxes of 16 rows, 64 of D, 128-byte swizzle.
 CUtensorMap gradient_map(const char* name, const View& view, int64_t head_dim, int64_t tokens,
                          int64_t heads, int64_t batch);
 
