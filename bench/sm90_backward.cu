@@ -1,8 +1,8 @@
 // Speed of the Hopper backward on a fixed vertical-slash pattern: one JSON line a case and mode.
 //
 // sm90_backward PATTERN.json [--heads Q/KV] [--head-dim D] [--dtype fp16] [--runs N] CASE...
-// CASE: those of sm90_forward.cu without rank8_split, uniform:SEQ_LEN[:DENSITY] (128 x 128 blocks, .1); a trailing + measures both modes,
-// a trailing ! leaves the errors out. What follows another PATTERN.json or option is measured with that.
+// CASE: those of sm90_forward.cu without rank8_split, uniform:SEQ_LEN[:DENSITY] (128 x 128 blocks, .1); a trailing + measures both
+// modes, in turn, a trailing ! leaves the errors out. What follows another PATTERN.json or option is measured with that.
 // Each line: the backward alone (workspace kernels and gather inside), delta apart; FLOPs are 10 * D a pair. Errors: sampled rows of dq
 // and keys of dk, dv against float64, with the forward's lse; relative to the row's norm.
 // Without CMake, from the repository's root:
@@ -13,6 +13,7 @@
 #include <chrono>
 #include <cmath>
 #include <cstdio>
+#include <functional>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -29,6 +30,7 @@ struct GradientRun {
   DeviceMemory dout, dq, delta, workspace;
   std::vector<DeviceMemory> gradients;  // dk, dv of every source
   BackwardParams params;
+  int64_t bytes[2];  // of the workspace that the default and the deterministic mode ask for
 };
 
 std::unique_ptr<GradientRun> prepare_gradients(const Inputs& inputs, RankRun& run) {
@@ -53,7 +55,11 @@ std::unique_ptr<GradientRun> prepare_gradients(const Inputs& inputs, RankRun& ru
     }
   }
   p.sources = run.sources.data();
-  made->workspace = DeviceMemory(mtraining::kernels::sm90::backward_workspace_bytes(p));
+  made->bytes[0] = mtraining::kernels::sm90::backward_workspace_bytes(p);
+  p.deterministic = true;
+  made->bytes[1] = mtraining::kernels::sm90::backward_workspace_bytes(p);
+  p.deterministic = false;
+  made->workspace = DeviceMemory(std::max(made->bytes[0], made->bytes[1]));
   p.workspace = made->workspace.get();
   p.workspace_bytes = made->workspace.bytes();
   return made;
@@ -70,23 +76,26 @@ double median(std::vector<double> values) {
   return values[values.size() / 2];
 }
 
-/// Times of `launch`, sorted.
-template <typename Launch>
-std::vector<double> times(const Launch& launch) {
+using Launch = std::function<void()>;
+
+/// Times of each of the launches, sorted. One after the other, again and again: the clock, which falls under load, is the same for all.
+std::vector<std::vector<double>> times(const std::vector<Launch>& launches) {
   cudaEvent_t start, stop;
   check_device(cudaEventCreate(&start), "event");
   check_device(cudaEventCreate(&stop), "event");
-  std::vector<double> found;
+  std::vector<std::vector<double>> found(launches.size());
   for (int i = 0; i < warm_ups() + timed_runs(); ++i) {
-    check_device(cudaEventRecord(start), "record");
-    launch();
-    check_device(cudaEventRecord(stop), "record");
-    check_device(cudaEventSynchronize(stop), "the kernel");
-    float ms = 0;
-    check_device(cudaEventElapsedTime(&ms, start, stop), "elapsed");
-    if (i >= warm_ups()) found.push_back(ms);
+    for (size_t l = 0; l < launches.size(); ++l) {
+      check_device(cudaEventRecord(start), "record");
+      launches[l]();
+      check_device(cudaEventRecord(stop), "record");
+      check_device(cudaEventSynchronize(stop), "the kernel");
+      float ms = 0;
+      check_device(cudaEventElapsedTime(&ms, start, stop), "elapsed");
+      if (i >= warm_ups()) found[l].push_back(ms);
+    }
   }
-  std::sort(found.begin(), found.end());
+  for (auto& each : found) std::sort(each.begin(), each.end());
   cudaEventDestroy(start);
   cudaEventDestroy(stop);
   return found;
@@ -193,28 +202,37 @@ Errors sampled_errors(const Inputs& inputs, const mtraining::index::Index& index
 void measure(const Prepared& made, const std::string& name, bool both, bool check) {
   std::vector<std::unique_ptr<GradientRun>> runs;
   for (const auto& run : made.runs) runs.push_back(prepare_gradients(*made.inputs, *run));
-  const auto delta = times([&] {
+  const auto delta = times({[&] {
     for (size_t r = 0; r < runs.size(); ++r)
       mtraining::kernels::sm90::delta(
           runs[r]->params,
           {const_of(made.runs[r]->params.rounded), const_of(made.runs[r]->params.residual)},
           runs[r]->delta.get());
-  });
-  const auto forward = times([&] {
+  }})[0];
+  const auto forward = times({[&] {
     for (const auto& run : made.runs) mtraining::kernels::sm90::forward(run->params);
-  });
+  }})[0];
   int64_t gradient_bytes = 0;
   for (const auto& run : runs) {
     gradient_bytes += run->dq.bytes() + run->delta.bytes();
     for (const DeviceMemory& memory : run->gradients) gradient_bytes += memory.bytes();
   }
+  std::vector<Launch> launches;
   for (const bool deterministic : {false, true}) {
     if (deterministic && !both) continue;
-    for (const auto& run : runs) run->params.deterministic = deterministic;
-    const auto launch = [&] {
-      for (const auto& run : runs) mtraining::kernels::sm90::backward(run->params);
-    };
-    const auto ms = times(launch);
+    launches.push_back([&runs, deterministic] {
+      for (const auto& run : runs) {
+        run->params.deterministic = deterministic;
+        mtraining::kernels::sm90::backward(run->params);
+      }
+    });
+  }
+  const auto all_ms = times(launches);
+  for (size_t mode = 0; mode < launches.size(); ++mode) {
+    const bool deterministic = mode == 1;
+    const Launch& launch = launches[mode];
+    const std::vector<double>& ms = all_ms[mode];
+    runs[0]->params.deterministic = deterministic;
     std::vector<double> calls;
     for (int i = 0; i < timed_runs(); ++i) {
       const auto before = std::chrono::steady_clock::now();
@@ -247,7 +265,7 @@ void measure(const Prepared& made, const std::string& name, bool both, bool chec
         static_cast<long>(made.inputs->seq_len), static_cast<long>(made.pairs), ms[ms.size() / 2],
         ms.front(), ms.back(),
         10.0 * shape().head_dim * static_cast<double>(made.pairs) / ms[ms.size() / 2] / 1e9,
-        delta[delta.size() / 2], median(calls), static_cast<long>(runs[0]->workspace.bytes()),
+        delta[delta.size() / 2], median(calls), static_cast<long>(runs[0]->bytes[mode]),
         static_cast<long>(gradient_bytes), forward[forward.size() / 2], errors.c_str());
     std::fflush(stdout);
   }
