@@ -203,7 +203,7 @@ TEST(DeviceLayer, RunsThatCancelLeaveNothing) {
       const double left = of_both[i].to(at::kDouble).norm().item<double>(),
                    one = of_one[i].to(at::kDouble).norm().item<double>();
       EXPECT_GT(one, 0) << "tile " << tile << ", parameter " << i;
-      EXPECT_LE(left, 1e-5 * one) << "tile " << tile << ", parameter " << i;
+      EXPECT_LE(left, 1e-4 * one) << "tile " << tile << ", parameter " << i;
     }
   }
 }
