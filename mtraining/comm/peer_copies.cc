@@ -595,9 +595,7 @@ class PeerCopies : public PeerCopiesCommunicator, public std::enable_shared_from
       const std::lock_guard lock(mutex_);
       then.swap(receipt.then);
     }
-    for (const Work::Then& each : then) {
-      each([&] { receipt.moved->hold(caller_stream()); });
-    }
+    for (const Work::Then& each : then) each([&] { receipt.moved->hold(caller_stream()); });
   }
   /// The slot of the peer that holds it; -1: not yet.
   int find(const Receipt::Part& part) const {
@@ -616,15 +614,20 @@ class PeerCopies : public PeerCopiesCommunicator, public std::enable_shared_from
       receipt.taking = true;
       dropped = receipt.dropped;
     }
-    receipt.posted->hold(stream_);
     std::array<const void*, kMaxRanks> sources = {};
     std::array<int, kMaxRanks> slot_of = {};
+    // All of it before any byte moves: what is refused must not be under way.
     for (const Receipt::Part& part : receipt.parts) {
       const int s = slot_of[part.from] = find(part);
       const Post& post = board_->page(part.from).posts[s];
-      PeerSlot& peer = peers_[part.from][s];
       check_match(receipt, part, post);
-      map(part.from, peer, post);
+      map(part.from, peers_[part.from][s], post);
+    }
+    receipt.posted->hold(stream_);
+    for (const Receipt::Part& part : receipt.parts) {
+      const int s = slot_of[part.from];
+      const Post& post = board_->page(part.from).posts[s];
+      PeerSlot& peer = peers_[part.from][s];
       peer.ready->hold(stream_);
       const auto* memory = static_cast<const char*>(peer.memory);
       sources[part.from] = memory + post.offset[rank_][0];
