@@ -499,15 +499,20 @@ void flatten(const toml::table& table, const std::string& prefix, const std::str
   for (const auto& [key, node] : table) {
     const std::string name =
         prefix.empty() ? std::string(key.str()) : concat(prefix, ".", key.str());
-    // config.json's spelling of a rope is an object, here an inline table.
+    // A section may be written as an inline table; config.json's spelling of a rope is an object, here one too.
     const toml::table* inner = node.as_table();
-    if (inner != nullptr && (!inner->is_inline() || name == "model.rope_scaling")) {
+    if (inner != nullptr &&
+        (!inner->is_inline() || prefix.empty() || name == "model.rope_scaling")) {
       flatten(*inner, name, path, entries);
       continue;
     }
     Entry entry;
     entry.node = &node;
     entry.where = concat(path, ":", key.source().begin.line);
+    // "a.b" in quotes is another key than a.b for TOML, and the same one here.
+    const bool again = !path.empty() && entries.contains(name);
+    MT_CHECK_ARG(!again, entry.where, ": ", shorten(name), ": given twice, also at ",
+                 entries[name].where);
     entries[name] = std::move(entry);
   }
 }
@@ -540,7 +545,9 @@ Entry parse_override(const Override& given) {
   try {
     entry.holder = std::make_unique<toml::table>(toml::parse(concat("value = ", given.value)));
   } catch (const toml::parse_error&) {
-    // A bare word is a string, so that no shell quoting is needed for --attention.pattern dense.
+  }
+  // A bare word is a string, so that no shell quoting is needed for --attention.pattern dense. So is what would be more keys.
+  if (entry.holder == nullptr || entry.holder->size() != 1) {
     entry.holder = std::make_unique<toml::table>(toml::table{{"value", given.value}});
   }
   entry.node = entry.holder->get("value");

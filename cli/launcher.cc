@@ -14,6 +14,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <iostream>
+#include <new>
 #include <optional>
 #include <thread>
 
@@ -108,6 +109,19 @@ class CausePipe {
 
 std::string signal_text(int rank, int number) {
   return concat("rank ", rank, ": killed by signal ", number, " (", ::strsignal(number), ")");
+}
+
+/// What the user can act on where memory is short; torch's words are of its own source. Empty: it is another failure.
+std::string out_of_memory(const std::exception& error) {
+  if (dynamic_cast<const std::bad_alloc*>(&error) != nullptr)
+    return "out of memory: this process could not be given more";
+  const std::string said = error.what();
+  const size_t at = said.find("you tried to allocate ");
+  if (said.find("DefaultCPUAllocator") == std::string::npos || at == std::string::npos) return "";
+  return concat(
+      "out of memory: a tensor of ",
+      std::strtoull(said.c_str() + at + std::strlen("you tried to allocate "), nullptr, 10),
+      " bytes could not be had");
 }
 
 }  // namespace
@@ -210,6 +224,8 @@ Failure failure_of(const std::exception& error) {
   const auto* of_torch = dynamic_cast<const c10::Error*>(&error);
   Failure failure{is_mistake ? 2 : 1,
                   of_torch != nullptr ? of_torch->what_without_backtrace() : error.what()};
+  if (const std::string shortage = out_of_memory(error); !shortage.empty())
+    failure.message = shortage;
   std::replace(failure.message.begin(), failure.message.end(), '\n', ' ');
   return failure;
 }

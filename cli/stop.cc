@@ -57,7 +57,8 @@ size_t format(char* out, size_t room) {
   }
   add(done > 0 && saved < 0 ? "; no checkpoint was kept: the same command" : "; the same command");
   if (!goes_on_by_itself) add(", with --resume auto,");
-  add(saved >= 0 ? " continues" : " begins anew");
+  // Before the first step the folder may not have been looked at: what it holds may go on.
+  add(saved >= 0 ? " continues" : done > 0 ? " begins anew" : " starts again");
   if (saved >= 0 && saved < done) {
     add(" after train_step ");
     add_number(saved);

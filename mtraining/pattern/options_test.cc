@@ -2,6 +2,7 @@
 
 #include <cmath>
 #include <functional>
+#include <limits>
 #include <string>
 
 #include "mtraining/base/check.h"
@@ -50,6 +51,10 @@ TEST(VerticalSlashOptions, DefaultsAreValidAndEachKeyIsCheckedByName) {
             "max_columns: expected at least 0, got -2");
   EXPECT_EQ(refused([](auto& o) { o.max_diagonals = -2; }),
             "max_diagonals: expected at least 0, got -2");
+  EXPECT_EQ(refused([](auto& o) { o.max_columns = int64_t{1} << 31; }),
+            "max_columns: expected a number below 2^31, got 2147483648");
+  EXPECT_EQ(refused([](auto& o) { o.max_diagonals = std::numeric_limits<int64_t>::max(); }),
+            "max_diagonals: expected a number below 2^31, got 9223372036854775807");
   EXPECT_EQ(refused([](auto& o) { o.dense_threshold = 0; }),
             "dense_threshold: expected a number above 0 (1: off), got 0");
   EXPECT_EQ(refused([](auto& o) { o.recall_floor = 1.5; }),

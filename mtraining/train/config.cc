@@ -52,6 +52,15 @@ void check_size(const model::DecoderConfig& m) {
   check_finite("model.rms_norm_eps", m.rms_norm_eps);
 }
 
+/// What config.json of a checkpoint cannot say is refused now, not when the first one is written.
+void check_config_json(const model::DecoderConfig& m, int64_t seq_len) {
+  try {
+    model::hf_config(m, seq_len);
+  } catch (const InvalidArgument& error) {
+    throw InvalidArgument(concat("model.", error.what()));
+  }
+}
+
 void check_attention(const RunConfig& config) {
   const AttentionSection& a = config.attention;
   check_patterns(config);
@@ -61,6 +70,7 @@ void check_attention(const RunConfig& config) {
   at_least("attention.prefetch_steps", a.prefetch_steps, 1);
   at_least("attention.launch_shards", a.launch_shards, 0);
   at_least("attention.sm_margin", a.sm_margin, 0);
+  at_most("attention.sm_margin", a.sm_margin, 1024);
   at_least("attention.ring_stride", a.ring_stride, 1);
 }
 
@@ -86,6 +96,7 @@ ResolvedRun resolve(RunConfig& config, const topology::LaunchEnvironment& launch
   at_least("train.global_batch_size", train.global_batch_size, 1);
   at_least("train.micro_batch_size", train.micro_batch_size, 1);
   at_most("train.seq_len", train.seq_len, (int64_t{1} << 31) - 1);  // positions are int32
+  check_config_json(config.model, train.seq_len);
   at_most("train.global_batch_size", train.global_batch_size, int64_t{1} << 31);
   at_most("train.micro_batch_size", train.micro_batch_size, int64_t{1} << 31);
   at_least("train.loss_chunk", train.loss_chunk, 1);
@@ -105,6 +116,10 @@ ResolvedRun resolve(RunConfig& config, const topology::LaunchEnvironment& launch
   MT_CHECK_SUPPORTED(train.device != DeviceKind::kCuda || config.model.dtype == at::kBFloat16,
                      "train.device: \"cuda\" needs model.dtype = \"bf16\", got ",
                      config.model.dtype == at::kFloat ? "float32" : "another type");
+  MT_CHECK_SUPPORTED(
+      config.attention.transfers != attention::Transfers::kPeerCopies ||
+          train.device == DeviceKind::kCuda,
+      "attention.transfers: \"peer_copies\" are between GPUs, train.device is \"cpu\"");
   at_least("train.recall_every", train.recall_every, 0);
   MT_CHECK_ARG(!train.peak_flops_per_s ||
                    (*train.peak_flops_per_s > 0 && std::isfinite(*train.peak_flops_per_s)),

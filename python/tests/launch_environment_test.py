@@ -13,15 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from python.tests.conftest import ROOT, Job
+from python.tests.conftest import ROOT, Job, free_port, metrics_of
 
 STEPS = 3
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def by_hand(rank: int, size: int, port: int) -> dict[str, str]:
@@ -97,7 +91,7 @@ def run_srun(job, tasks: list[int], job_id: int, hosts: str, *extra: str):
 
 
 def losses(job) -> list[float]:
-    rows = [json.loads(line) for line in (job.out / "metrics.jsonl").read_text().splitlines()]
+    rows = metrics_of(job.out)
     assert [row["train_step"] for row in rows] == list(range(1, STEPS + 1))
     return [row["loss"] for row in rows]
 
@@ -340,7 +334,7 @@ def test_a_rank_that_is_stopped_alone_before_the_first_step_takes_all_along(job,
     results = finish(ranks, 12)
     assert [code for code, _, _ in results] == [0, 0], results
     assert [out for _, out, _ in results] == [
-        "stopped before the first step; the same command begins anew\n",
+        "stopped before the first step; the same command starts again\n",
         "",
     ]
     assert [err for _, _, err in results] == ["", ""]

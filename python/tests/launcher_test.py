@@ -205,7 +205,7 @@ def test_a_signal_to_one_rank_before_the_first_step_ends_all(job, which):
     out, err = finish(process, 20)
     assert process.returncode == 0, (out, err)
     assert err == ""
-    assert out == "stopped before the first step; the same command begins anew\n"
+    assert out == "stopped before the first step; the same command starts again\n"
     assert_nobody_left(job.folder)
 
 
@@ -232,7 +232,7 @@ def test_a_rank_that_waits_for_its_peers_heeds_a_stop_signal(job, number):
     process.send_signal(number)
     out, err = finish(process, 5)
     assert process.returncode == 0, err
-    assert out == "stopped before the first step; the same command begins anew\n"
+    assert out == "stopped before the first step; the same command starts again\n"
 
 
 @pytest.mark.parametrize("insist", [False, True])
