@@ -313,6 +313,37 @@ TEST(Sm80Attention, EqualsTheOracleForOutlierChannelsAndHugeHiddenScores) {
   expect_equal_oracles(cases);
 }
 
+// Every token a document; blocks of the diagonal alone, of which the first row sees itself alone.
+TEST(Sm80Attention, ARowOfOneKeyHasNoScoreGradient) {
+  MT_NEEDS_DEVICE();
+  for (const DType dtype : {DType::kBFloat16, DType::kFloat16}) {
+    for (const int64_t d : {16, 64, 96, 128, 256}) {
+      for (const bool alone : {true, false}) {
+        LaunchOptions options = options_of(200);
+        options.dtype = dtype;
+        options.head_dim = d;
+        options.num_q_heads = options.num_kv_heads = 1;
+        options.chosen_diagonals = options.chosen_columns = 0;
+        options.documents = alone ? Documents::kEveryToken : Documents::kOne;
+        options.outlier_channel = 20;
+        const std::vector<double> dout = LaunchCase(options).problem().dout;
+        for (const bool deterministic : {true, false}) {
+          SCOPED_TRACE(to_string(options) + (deterministic ? ", deterministic" : ""));
+          const Solution got = run(options, deterministic);
+          for (size_t i = 0; i < got.dq.size(); ++i) {
+            if (alone || static_cast<int64_t>(i) / d % 64 == 0) {
+              ASSERT_EQ(got.dq[i], 0) << i;
+            }
+            if (!alone) continue;
+            ASSERT_EQ(got.dk[i], 0) << i;
+            ASSERT_NEAR(got.dv[i], dout[i], 1e-6) << i;
+          }
+        }
+      }
+    }
+  }
+}
+
 /// Runs each backward many times beside other work, and looks whether any bit of memory differs.
 class RepeatingBackend : public DeviceBackend {
  public:

@@ -11,11 +11,12 @@
 
 namespace mtraining::kernels::sm80 {
 
-/// lse, delta and documents of a stage's 64 queries.
+/// lse, delta and documents of a stage's 64 queries; of masked blocks of keys the only one that a query sees, or -1.
 struct alignas(16) QueryRowValues {
   float lse[64];  // in powers of two, +inf where the row does not count
   float delta[64];
   int32_t document[64];
+  int32_t lone_key[64];
 };
 
 template <int kD>
@@ -121,6 +122,11 @@ struct BackwardKeys {
       of.lse[threadIdx.x] = empty ? INFINITY : next_lse * 1.4426950408889634f;
       of.delta[threadIdx.x] = empty ? 0 : next_delta;
       of.document[threadIdx.x] = next_document;
+      const Stage stage = list.stage(i);
+      if ((stage.info & (kMasked | kColumns)) == kMasked)
+        of.lone_key[threadIdx.x] =
+            lone_key(stage.start + static_cast<int>(threadIdx.x) * args.position_stride,
+                     next_document, list.tile().start, args.position_stride, list.tile().keys);
     }
     copy_async_wait<0>();
     if (!__syncthreads_or(empty)) return;
@@ -166,6 +172,22 @@ struct BackwardKeys {
       if ((bits >> x & 1) != 0) s[x] = -INFINITY;
   }
 
+  /// delta to gradients of probabilities of queries that see one key: their difference is exactly 0.
+  __device__ __forceinline__ void forget_lone_keys(float (&dp)[Shape::kColumns],
+                                                   const float (&p)[Shape::kColumns],
+                                                   const QueryRowValues& of) const {
+#pragma unroll
+    for (int c = 0; c < Shape::kColumns / 4; ++c) {
+      const int query = column + 2 * (lane % 4) + c / 2 * 8 + c % 2;
+      const int lone = of.lone_key[query] - row - lane / 4;
+#pragma unroll
+      for (int r = 0; r < 4; ++r) {
+        const int x = c / 2 * 8 + 2 * r + c % 2;
+        if (lone == 8 * r && p[x] >= all_weight(of.lse[query])) dp[x] = of.delta[query];
+      }
+    }
+  }
+
   __device__ __forceinline__ void compute(int i) {
     constexpr int kElements = Shape::kColumns;
     if (i == 0) {
@@ -196,6 +218,7 @@ struct BackwardKeys {
       }
       s[x] = exp2_approx(fmaf(s[x], args.scale_log2, x % 2 == 0 ? -pair.x : -pair.y));
     });
+    if ((stage.info & (kMasked | kColumns)) == kMasked) forget_lone_keys(dp, s, of);
     const uint32_t left = Tile<64>::left(passed, row, lane);
     typename Shape::Packed own;
     pack_rows<Element, kElements>(own, s);

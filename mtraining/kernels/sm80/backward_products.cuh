@@ -136,6 +136,10 @@ __device__ __forceinline__ void add_product(float (&sum)[kSummed],
   }
 }
 
+/// A probability from here on is all of a row's weight to the rounding of lse (in powers of two): where it is of the only key that the
+/// row sees, its score has no gradient, and dp - delta is nothing but rounding.
+__device__ __forceinline__ float all_weight(float lse) { return 1.0f - 1e-6f - 3e-7f * fabsf(lse); }
+
 /// 32 x kColumns accumulators, rounded, as left operands.
 template <typename Element, int kColumns>
 __device__ __forceinline__ void pack_rows(uint32_t (&p)[kColumns / 16][2][4],

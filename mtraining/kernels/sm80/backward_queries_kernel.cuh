@@ -99,6 +99,32 @@ struct BackwardQueries {
     for (int x = 0; x < Shape::kSummed; ++x) dq[x] = 0;
   }
 
+  /// 0 to probabilities of rows that see one key.
+  __device__ __forceinline__ void forget_lone_keys(float (&p)[Shape::kColumns], int i) const {
+    const Stage stage = list.stage(i);
+    if ((stage.info & kColumns) != 0) return;
+    const int keys = min(64, args.sources[stage.info & 0xFF].num_keys - stage.key * 64);
+    uint32_t lone = 0;  // bit x: of p[x]
+#pragma unroll
+    for (int r = 0; r < 4; ++r) {
+      const int inside = first + lane / 4 + 8 * r;
+      const int token = q_block * 64 + inside;
+      const int document =
+          args.document_start != nullptr && token < args.num_queries
+              ? args.document_start[row / args.num_heads * args.document_stride_batch + token]
+              : 0;
+      const int at = lone_key(list.bounds(0).first + inside * args.position_stride, document,
+                              stage.start, args.position_stride, keys) -
+                     column - lane % 4 * 2;
+      if (at >= 0 && at < Shape::kColumns && at % 8 < 2)
+        lone |= 1u << (at / 8 * 8 + 2 * r + at % 8);
+    }
+    if (lone == 0) return;
+#pragma unroll
+    for (int x = 0; x < Shape::kColumns; ++x)
+      if ((lone >> x & 1) != 0 && p[x] >= all_weight(lse[x / 2 % 4])) p[x] = 0;
+  }
+
   __device__ __forceinline__ void compute(int i) {
     constexpr int kColumns = Shape::kColumns;
     if (i == 0) {
@@ -113,6 +139,7 @@ struct BackwardQueries {
     transposed_product<Element, kD>(dp, dout_left, right + Tile<kD>::kBytes, [&](int x) {
       s[x] = exp2_approx(fmaf(s[x], args.scale_log2, -lse[x / 2 % 4]));
     });
+    if ((list.stage(i).info & kMasked) != 0) forget_lone_keys(s, i);
 #pragma unroll
     for (int x = 0; x < kColumns; ++x) s[x] *= dp[x] - delta[x / 2 % 4];
     typename Shape::Packed own;

@@ -37,6 +37,13 @@ inline constexpr uint32_t kStageBytes = sizeof(Stage);
 inline constexpr uint32_t kStagesKept = 4;
 inline constexpr int kQueryColumns = 2;  // tiles of columns that a warp looks at at a time
 
+/// Of a tile of `keys` keys from position `start` on, step apart: the only one that a query sees, or -1.
+__device__ __forceinline__ int lone_key(int position, int document, int start, int step, int keys) {
+  if (position < start) return -1;
+  const int low = document > start ? (document - start + step - 1) / step : 0;
+  return low == min(keys - 1, (position - start) / step) ? low : -1;
+}
+
 /// kStagesHeld: in shared memory, of which kColumnsHeld of columns in a row.
 template <int kGroups, int kWarps, uint32_t kStagesHeld, uint32_t kColumnsHeld>
 struct QueryListMemory {
