@@ -1,19 +1,14 @@
 """mtraining bench and its rows: what a pattern chooses from q and k beside numpy in float64, and everything that can be wrong."""
 
-import argparse
-import importlib.util
 import json
 import math
-import os
-import sys
-import time
 
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
 from mtraining import benchmarks
-from python.tests.conftest import ROOT, assert_one_sentence, rows_of, run_text
+from python.tests.conftest import assert_one_sentence, rows_of, run_text
 
 HEADS, KV_HEADS, LENGTH, DIM, WINDOW, BLOCK = 4, 2, 1000, 32, 64, 64
 
@@ -332,22 +327,3 @@ def test_tables_compare_equal_work_alone(tmp_path):
     assert picture.stat().st_size > 1000
     path.write_text("{}\n")
     assert benchmarks.main([str(path)]) == 2
-
-
-def test_a_job_over_its_time_leaves_nobody_beside_the_next(tmp_path, capsys):
-    spec = importlib.util.spec_from_file_location("scaling", ROOT / "bench" / "scaling.py")
-    scaling = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(scaling)
-    pid = tmp_path / "pid"
-    rank = f"import os, time; open({str(pid)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
-    launcher = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {rank!r}])"
-    runner = scaling.Runner(argparse.Namespace(limit_s=100, rows=None))
-    command = [sys.executable, "-c", launcher, "--virtual"]  # run as it is
-    assert not runner.launch(1, command, 4, {"run": "hangs"}) and runner.rows == []
-    assert "over 4 s: run=hangs" in capsys.readouterr().err
-    stat = f"/proc/{pid.read_text()}/stat"
-    for _ in range(50):  # until whoever adopted it has seen its end
-        if not os.path.exists(stat) or ") Z" in open(stat).read():
-            return
-        time.sleep(0.1)
-    raise AssertionError("the rank runs on")
