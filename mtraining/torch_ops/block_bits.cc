@@ -4,6 +4,7 @@
 #include <c10/core/DeviceGuard.h>
 
 #include <algorithm>
+#include <utility>
 #include <vector>
 
 #include "mtraining/attention/block_patterns.h"
@@ -66,8 +67,10 @@ struct WholeSequence {
 };
 
 at::Tensor bits_of(const attention::BlockChoice& choice) {
-  for (const attention::BlockChoice::Refusal& refusal : choice.refusals)
-    check_when_known(refusal.place, [refusal](const int64_t* place) { refusal.check(*place); });
+  for (attention::BlockChoice::Refusal refusal : choice.refusals) {
+    const at::Tensor place = std::exchange(refusal.place, {});  // the check keeps no device memory
+    check_when_known(place, [refusal](const int64_t* found) { refusal.check(*found); });
+  }
   return choice.bits.view(
       {choice.sizes.batch, choice.sizes.num_q_heads, choice.bits.size(1), choice.bits.size(2)});
 }
