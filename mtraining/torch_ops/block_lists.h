@@ -3,7 +3,7 @@
 // In:   BlockBits in device memory. Out: CSR lists by query block and, for a backward, by key block; how long they can get.
 // Next: device_ops.cc.
 //
-// Stream: three short launches on the current one, six with lists by key block; nobody waits.
+// Stream: four short launches on the current one, seven with lists by key block; nobody waits.
 #pragma once
 
 #include <ATen/core/Tensor.h>
