@@ -294,7 +294,8 @@ def test_an_index_is_chosen_beside_a_given_pattern_unless_told_otherwise(bench, 
     options = ["--config", job.config, "--steps", 1, "--warm-up", 0, "--breakdown"]
     options += ["--set", "attention.pattern=fixed", "--set", "attention.pattern_file=few.json"]
     for more, chosen in [((), True), (("--set", "attention.estimate=false"), False)]:
-        row, *parts = rows_of(bench("train", *options, *more))
+        step, row, *parts = rows_of(bench("train", *options, *more))
+        assert (step["case"], row["case"]) == ("train step", "train")
         assert row["pattern"] == "sparse" and row["attention_density"] < 1
         assert any(part["part"] == "ring: index" for part in parts) == chosen, parts
 
