@@ -238,10 +238,14 @@ def host_bytes_of(plan: dict) -> int:
     return sum(item["bytes"] for item in plan["memory"].values() if item["on_host"])
 
 
+class DoesNotFit(RuntimeError):
+    pass
+
+
 def first_that_fits(host: Host, plan_of, choices: list[dict]) -> tuple[dict, dict]:
     """The first of `choices` (quickest first) whose memory the host and its GPUs hold, and its plan.
 
-    Errors: RuntimeError that says what the least would take.
+    Errors: DoesNotFit that says what the least would take.
     """
     least = None
     for choice in choices:
@@ -251,10 +255,27 @@ def first_that_fits(host: Host, plan_of, choices: list[dict]) -> tuple[dict, dic
             return choice, plan
         if least is None or plan["device_bytes"] < least["device_bytes"]:
             least = plan
-    raise RuntimeError(
+    raise DoesNotFit(
         f"no setting fits: the least takes {least['device_bytes'] / 1e9:.1f} GB a GPU of {host.gpu_bytes / 1e9:.1f} and "
         f"{host_bytes_of(least) / 1e9:.1f} GB of host memory a GPU"
     )
+
+
+def layers_and_setting(host: Host, plan_of, layers: int) -> tuple[int, dict, dict]:
+    """All layers and their setting, else half of them, a quarter, ..: so many, the setting, its plan. Errors: DoesNotFit."""
+    count = layers
+    while True:
+        number = {"model.num_hidden_layers": count}
+        try:
+            choices = scaling_cases.memory_choices(count)
+            found = first_that_fits(
+                host, lambda choice, number=number: plan_of({**choice, **number}), choices
+            )
+            return count, *found
+        except DoesNotFit:
+            if count == 1:
+                raise
+            count //= 2
 
 
 def write_pattern(path: pathlib.Path, seq_len: int, heads: int, density: float) -> None:
@@ -286,14 +307,13 @@ def train_case(runner: Runner, folder: pathlib.Path, train: scaling_cases.TrainC
         return planned(options, recipe, gpus, {**settings, **changes}, train.density)
 
     try:
-        choices = scaling_cases.memory_choices(layers)
-        choice, plan = first_that_fits(runner.host, plan_of, choices)
+        fitting, choice, plan = layers_and_setting(runner.host, plan_of, layers)
         budget_s = min(train.budget_s, runner.left_s() - 20)
         run = options.layers or scaling_cases.layers_that_fit(
-            layers, plan["step_s"], steps, budget_s
+            fitting, plan["step_s"], steps, budget_s
         )
-        # So many of the layers that run as the plan has of all.
-        on_host = -(-choice["train.offload_layers"] * run // layers)
+        # So many of the layers that run as the plan has of its own.
+        on_host = min(run, -(-choice["train.offload_layers"] * run // fitting))
         choice = {**choice, "train.offload_layers": on_host}
         plan = plan_of({**choice, "model.num_hidden_layers": run})
     except RuntimeError as error:
@@ -319,6 +339,8 @@ def train_case(runner: Runner, folder: pathlib.Path, train: scaling_cases.TrainC
     }
     if run < layers:
         more["scaled"] = f"{run} of {layers} layers ran, the step of all is computed"
+        if fitting < layers:
+            more["scaled"] += f"; {layers} layers do not fit this host, {fitting} do"
     print(f"{case.name}: {run} of {layers} layers, {choice}", file=sys.stderr, flush=True)
     job = scaling_cases.Job(
         "train",

@@ -258,6 +258,21 @@ def test_the_quickest_setting_that_memory_holds_is_taken():
         scaling.first_that_fits(none, plan, choices)
 
 
+@pytest.mark.parametrize(("memory", "fitting"), [(1000, 36), (500, 18), (300, 9), (40, 1)])
+def test_fewer_layers_stand_for_all_where_those_do_not_fit(memory, fitting):
+    host = scaling.Host(gpus=1, gpu="H200", gpu_bytes=memory, host_bytes=0)
+
+    def plan(changes):
+        assert changes["train.offload_layers"] <= changes["model.num_hidden_layers"]
+        return {"device_bytes": 20 * changes["model.num_hidden_layers"], "memory": {}}
+
+    count, choice, _ = scaling.layers_and_setting(host, plan, 36)
+    assert count == fitting and choice["train.offload_layers"] == 0
+    none = scaling.Host(gpus=1, gpu="H200", gpu_bytes=20, host_bytes=0)
+    with pytest.raises(scaling.DoesNotFit, match="no setting fits"):
+        scaling.layers_and_setting(none, plan, 36)
+
+
 def test_a_flat_rings_link_carries_all_shards_but_one_a_hierarchical_rings_one_a_node():
     row = {"virtual": "2x4", "seq_len": 8192, "kv_heads": 2, "head_dim": 128, "launch_shards": 1}
     row["outer_gb_per_s"] = 1.0
