@@ -129,6 +129,7 @@ struct KeyProducer {
       rows[i] = __ballot_sync(~0u, position[i] >= args.seq_len && position[i] < INT_MAX);
     }
     const bool cleans = (rows[0] | rows[1] | rows[2] | rows[3]) != 0;
+    __syncwarp();  // lane 0 arrives for what all lanes stored; a vote orders no memory
     if (lane == 0) {
       store_shared_v4(Shape::item(base), item.x, item.y, item.z, item.w);
       const uint32_t barrier = destination(Shape::keys_full(base), cleans);
