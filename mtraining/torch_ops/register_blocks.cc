@@ -62,12 +62,9 @@ AttendResult attend_blocks(const Tensor& q, const Tensor& k, const Tensor& v, co
   });
 }
 
-template <typename Where>
-Gradients attend_blocks_backward(const Tensor& dout, const Tensor& q, const Tensor& k,
-                                 const Tensor& v, const Tensor& out, const Tensor& lse,
-                                 const Tensor& out_residual, const Tensor& bits, int64_t query_unit,
-                                 int64_t key_unit, int64_t capacity,
-                                 const MaybeTensor& document_starts, double softmax_scale) {
+void check_backward_devices(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
+                            const Tensor& out, const Tensor& lse, const Tensor& out_residual,
+                            const Tensor& bits, const MaybeTensor& document_starts) {
   check_devices({"q", q}, {{"k", k},
                            {"v", v},
                            {"dout", dout},
@@ -76,6 +73,15 @@ Gradients attend_blocks_backward(const Tensor& dout, const Tensor& q, const Tens
                            {"out_residual", out_residual},
                            {"bits", bits},
                            {"document_starts", or_undefined(document_starts)}});
+}
+
+template <typename Where>
+Gradients attend_blocks_backward(const Tensor& dout, const Tensor& q, const Tensor& k,
+                                 const Tensor& v, const Tensor& out, const Tensor& lse,
+                                 const Tensor& out_residual, const Tensor& bits, int64_t query_unit,
+                                 int64_t key_unit, int64_t capacity,
+                                 const MaybeTensor& document_starts, double softmax_scale) {
+  check_backward_devices(dout, q, k, v, out, lse, out_residual, bits, document_starts);
   return in_python_terms([&] {
     return Where::attend_backward({q,
                                    k,
@@ -102,14 +108,7 @@ Gradients attend_blocks_backward_meta(const Tensor& dout, const Tensor& q, const
                                       const Tensor& out_residual, const Tensor& bits, int64_t,
                                       int64_t, c10::SymInt, const MaybeTensor& document_starts,
                                       double) {
-  check_devices({"q", q}, {{"k", k},
-                           {"v", v},
-                           {"dout", dout},
-                           {"out", out},
-                           {"lse", lse},
-                           {"out_residual", out_residual},
-                           {"bits", bits},
-                           {"document_starts", or_undefined(document_starts)}});
+  check_backward_devices(dout, q, k, v, out, lse, out_residual, bits, document_starts);
   return {empty_as(q), empty_as(k), empty_as(v)};
 }
 
