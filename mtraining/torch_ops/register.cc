@@ -93,13 +93,9 @@ AttendResult attend_op(const Tensor& q, const Tensor& k, const Tensor& v, const 
   });
 }
 
-template <typename Where>
-Gradients attend_backward_op(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
-                             const Tensor& out, const Tensor& lse, const Tensor& out_residual,
-                             const Tensor& diagonals, const Tensor& num_diagonals,
-                             const Tensor& columns, const Tensor& num_columns,
-                             const MaybeTensor& document_starts, double softmax_scale) {
-  const GivenIndex index{diagonals, num_diagonals, columns, num_columns};
+void check_backward(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
+                    const Tensor& out, const Tensor& lse, const Tensor& out_residual,
+                    const GivenIndex& index, const MaybeTensor& document_starts) {
   check_with_index({"q", q},
                    {{"k", k},
                     {"v", v},
@@ -108,6 +104,16 @@ Gradients attend_backward_op(const Tensor& dout, const Tensor& q, const Tensor& 
                     {"lse", lse},
                     {"out_residual", out_residual}},
                    index, document_starts);
+}
+
+template <typename Where>
+Gradients attend_backward_op(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
+                             const Tensor& out, const Tensor& lse, const Tensor& out_residual,
+                             const Tensor& diagonals, const Tensor& num_diagonals,
+                             const Tensor& columns, const Tensor& num_columns,
+                             const MaybeTensor& document_starts, double softmax_scale) {
+  const GivenIndex index{diagonals, num_diagonals, columns, num_columns};
+  check_backward(dout, q, k, v, out, lse, out_residual, index, document_starts);
   return in_python_terms([&] {
     return Where::attend_backward(
         {q, k, v, index.tensors(), or_undefined(document_starts), softmax_scale}, dout,
@@ -190,14 +196,8 @@ Gradients attend_backward_meta(const Tensor& dout, const Tensor& q, const Tensor
                                const Tensor& num_diagonals, const Tensor& columns,
                                const Tensor& num_columns, const MaybeTensor& document_starts,
                                double) {
-  check_with_index({"q", q},
-                   {{"k", k},
-                    {"v", v},
-                    {"dout", dout},
-                    {"out", out},
-                    {"lse", lse},
-                    {"out_residual", out_residual}},
-                   {diagonals, num_diagonals, columns, num_columns}, document_starts);
+  check_backward(dout, q, k, v, out, lse, out_residual,
+                 {diagonals, num_diagonals, columns, num_columns}, document_starts);
   return {empty_as(q), empty_as(k), empty_as(v)};
 }
 
